@@ -250,10 +250,11 @@ class Planner:
                 self._note_consumed(step)
             else:
                 self.counts.void_steps += 1
-                log.warning(
-                    "no rank trains on step %d: a rank could not read its part; its groups come again", step.number
-                )
-                self._holding.give_back([each for each in step.deliveries() if each in self._holding], _BACK_S)
+                why, unread = self._records.void(step.number)
+                log.warning("step %d is void, and its groups come again: %s", step.number, why)
+                held = [each for each in step.deliveries() if each in self._holding]
+                self._holding.give_back([each for each in held if each in unread], _BACK_S)
+                self._holding.give_back([each for each in held if each not in unread], _BACK_S, in_vain=False)
                 self._done.append(step.number)
 
     def _note_consumed(self, step: PlannedStep) -> None:
@@ -333,10 +334,10 @@ class Planner:
 
     # --- planning -------------------------------------------------------------------------------------
     def _may_plan(self) -> bool:
-        """Whether every step that is planned has been read: the next one may be read ahead."""
+        """Whether every step that is planned has been read, so that the next may be read ahead, and none is void."""
         if self._end is not None:
             return False
-        return "planned" not in self._records.states(list(self._steps)) if self._steps else True
+        return {"planned", "void"}.isdisjoint(self._records.states(list(self._steps))) if self._steps else True
 
     def _enough(self) -> bool:
         return len(self._assembly.complete) >= self._terms.groups

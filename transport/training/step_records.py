@@ -315,11 +315,19 @@ class StepRecords:
         return [rank for rank, entry in enumerate(entries) if entry is None or entry.value not in enough]
 
     def _vote(self, number: int, vote: str) -> None:
-        seat = Change(self._key("rank", self._rank), self._token.encode(), self._seat)
-        written = self._store.put_many([seat, Change(self._key("vote", number, self._rank), vote.encode())])
-        if written is None:
-            raise RankError(f"another process has begun to train as rank {self._rank} of {self._prefix}: end this one")
-        self._seat = written[0]
+        seat, mine = self._key("rank", self._rank), self._token.encode()
+        key = self._key("vote", number, self._rank)
+        while True:
+            written = self._store.put_many([Change(seat, mine, self._seat), Change(key, vote.encode())])
+            if written is not None:
+                self._seat = written[0]
+                return
+            entry = self._store.get(seat)  # another thread of this process votes as well, or another process does
+            if entry is None or entry.value != mine:
+                raise RankError(
+                    f"another process has begun to train as rank {self._rank} of {self._prefix}: end this one"
+                )
+            self._seat = entry.version
 
     def _all_voted(self, number: int, vote: str) -> bool:
         return not self.silent(number, vote)
