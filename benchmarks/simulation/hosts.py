@@ -30,6 +30,7 @@ from transport.errors import (
 from transport.settings import Settings
 from transport.ticket import Ticket
 from transport.wire.frames import Kind, Record, SlotFate
+from transport.wire.interfaces import Network
 
 _RETRANSMITTED_S: Final = 60.0  # a connection that is cut for longer is broken by TCP
 _WRONG_BYTES: Final = 1e-4  # of payloads, on the way
@@ -175,7 +176,8 @@ class SimWorker:
         self.loop = asyncio.get_running_loop()
         self.engine = self
         self.abandoned = 0
-        self.device_memory = False
+        self.device_memory = self.retired = False
+        self.network, self.endpoints = Network.now(), ()
         self.trainer = TRAINER.get(None)
 
     @property
@@ -207,6 +209,7 @@ class SimLink:
         self.given_up = self.peer_died = False
         self.usable = True
         self.no_more_rdma = ""
+        self.memory_refused, self.port_is_down = False, ""
         self.silent = False  # the other end does not exist any more, and nobody has said so
         self.next_number = 0
         self._ready_at = 0.0  # messages are handled in order
