@@ -27,11 +27,9 @@ from transport.cli import run as command
 from transport.client.reading import grouped
 from transport.errors import RetriesExhaustedError, TransportError
 from transport.observe.metrics import configured_exporter
-from transport.queue.group import GroupQueue
 from transport.runtime.logs import set_up_logging
 from transport.storage.urls import SQLiteURL
 from transport.store import open_store
-from transport.store.memory import MemoryStore
 
 Configuration = config.Configuration
 SCHEMA = Schema.of(step=("int64",))
@@ -213,4 +211,3 @@ def test_the_operators_settings_reach_client_server_claims_and_record(monkeypatc
             packer.cleanup_ucxx_packer()
             worker.cleanup_ucxx()
         assert trainer.rings.lease_s == 45.0
-        assert GroupQueue(trainer.rings, MemoryStore(), "group", 0, 2)._patience_s == 45.0

@@ -285,10 +285,6 @@ class RunError(TransportError):
     """A failure of the whole run; weights, membership and cooldown have classes of their own."""
 
 
-class GroupBrokenError(RunError):
-    """The ranks of a model-parallel group can no longer agree. Restart the group under another name."""
-
-
 class JoinTimeoutError(RunError, TimeoutError):
     """The round timed out: too few members joined, and the run was not closed."""
 

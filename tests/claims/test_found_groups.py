@@ -1,9 +1,8 @@
-"""Groups of ranks, and several independent ranks, over rings that are their queue."""
+"""Several independent ranks over the rings of a run."""
 
 from __future__ import annotations
 
 import contextlib
-import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import pytest
 from helpers import NETWORK_WIRE, Child, eventually, free
 from packers import Worker
 
-from transport import Trainer
 from transport.packer.options import RingOptions, ServerOptions
 from transport.settings import Settings
 from transport.store import SQLiteStore, Store
@@ -26,35 +24,6 @@ LONG_S = 30.0
 def store(tmp_path: Path) -> Iterator[Store]:
     with SQLiteStore(tmp_path / "store.db") as made:
         yield made
-
-
-@pytest.mark.nightly(keep=1)
-@both
-def test_slots_of_a_group_whose_follower_died_are_freed_for_the_writer(wire: str) -> None:
-    prefix = f"group-{secrets.token_hex(4)}-"
-    worker = Worker()
-    worker.setup_ucxx(
-        slots=2,
-        readers=2,
-        grouped=True,
-        rings=f"rings:{prefix}",
-        mode="thread",
-        ring=RingOptions(slot_bytes=4096),
-        server=ServerOptions(addresses=("127.0.0.1",)),
-    )
-    try:
-        for step in range(2):
-            worker.write_to_buffer({"step": np.int64(step)})
-        with Trainer(None, f"rings:{prefix}", wire={wire}) as leader:  # type: ignore[arg-type]
-            batch = leader.take(2, LONG_S, fill_s=LONG_S)
-            assert batch is not None and len(batch) == 2
-            batch.consume()  # rank 1 never sends its own
-            assert batch.accepted.all()
-            batch.release()
-            assert worker.ring_statistics().free == 0
-            worker.write_to_buffer({"step": np.int64(2)}, timeout_s=LONG_S)
-    finally:
-        worker.cleanup_ucxx()
 
 
 RANK = """

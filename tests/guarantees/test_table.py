@@ -86,10 +86,6 @@ TESTS: dict[str, dict[str, list[str]]] = {
     "two trainers claim from a ring at once": {
         "guarantees/test_trainers.py": ["test_trainers_that_claim_at_once_by_both_ways_get_every_payload_once"],
     },
-    "a rank of a group dies, the rings as the queue": {
-        "guarantees/test_groups.py": ["test_what_a_group_had_whose_rank_was_killed_is_consumed_by_the_next_group"],
-        "claims/test_found_groups.py": ["test_slots_of_a_group_whose_follower_died_are_freed_for_the_writer"],
-    },
     "a rank of a mesh (`Trainer.steps`) is killed": {
         "guarantees/test_meshes.py": ["test_ranks_that_are_killed_at_any_moment_learn_every_group_once"],
         "training/test_steps.py": [

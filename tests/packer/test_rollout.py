@@ -17,7 +17,6 @@ from packers import Worker
 from transport.errors import BusyPortError, ClosedError, RingFullError, SchemaError, UsageError
 from transport.packer.options import RingOptions, ServerOptions
 from transport.ring.buffer import SharedRingBuffer
-from transport.ring.overflow import Overflow
 from transport.schema import Schema, UpTo
 from transport.server.server import UCXXServer
 
@@ -103,21 +102,6 @@ def test_the_end_of_a_group_waits_for_a_slot_as_a_write_does() -> None:
             worker.end_group("p", timeout_s=0.0)
         worker.ring.consume(worker.ring.claim(1))
         assert worker.end_group("p").ends_group == "p"
-    finally:
-        worker.cleanup_ucxx()
-
-
-@pytest.mark.parametrize("full", ["error", "block"])
-def test_what_a_groups_leader_has_ended_is_freed_where_a_rank_died_before_it_told_the_ring(full: Overflow) -> None:
-    worker = Worker()
-    ring = RingOptions(overflow=full)
-    worker.setup_ucxx(SCHEMA, slots=4, readers=2, grouped=True, mode="thread", ring=ring)
-    try:
-        worker.write_many_to_buffer([VALUES] * 4)
-        claims = worker.ring.claim(4)
-        assert worker.ring.consume(claims[:3]) == claims[:3]
-        worker.write_to_buffer(VALUES)
-        assert (worker.ring_statistics().free, worker.ring_statistics().discards) == (2, 3)
     finally:
         worker.cleanup_ucxx()
 

@@ -16,17 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from transport import BlockingClient, Trainer, UCXXDataPackerMixin
+from transport import Trainer, UCXXDataPackerMixin
 from transport.claims.places import OnThisHost
-from transport.config import configuration
 from transport.errors import RingNotFoundError
 from transport.observe.statistics import PackerStatistics
 from transport.packer.consumed_record import ConsumedRecord
 from transport.packer.options import ClientOptions, ServerOptions
 from transport.packer.prefetch import FetchedBatch
 from transport.packer.rollout import Rollout
-from transport.queue import Claim, open_queue
-from transport.queue.group import GroupQueue
 from transport.ring.buffer import SharedRingBuffer
 from transport.schema import Schema, UpTo
 from transport.store.directory import Directory
@@ -271,54 +268,6 @@ class ToldReader(Checked):
         self.places.close()
 
 
-class ToldRank(Checked):
-    """A rank of a model-parallel group of two whose steps are calls."""
-
-    def __init__(self, url: str, store: str, group: str, rank: int) -> None:
-        super().__init__()
-        self.rings = open_queue(url)
-        self.queue = GroupQueue(self.rings, open_store(store), group, rank, 2, patience_s=LONG_S)
-        self.client = BlockingClient(schemas=[SCHEMA], ack="manual", wire=configuration().wire_policy)
-        self.rank = rank
-        self.claims: list[Claim] = []
-
-    def train_once(self, most: int) -> list[int]:
-        """Read and consume what one claim brings: the same for all ranks of a group."""
-        self.claim(most)
-        return self.consume()
-
-    def claim(self, n: int) -> list[int]:
-        """Claim and read; the numbers of the payloads."""
-        claims = self.queue.claim(n, LONG_S, rank=self.rank, consumer=f"rank {self.rank}")
-        self.claims += claims
-        return sorted(self._read(claim) for claim in claims)
-
-    def consume(self) -> list[int]:
-        """Consume what was claimed; the numbers."""
-        accepted = self.queue.ack_many(self.claims)
-        self.claims = []
-        for claim in accepted:
-            self.client.ack(claim.data, self.rank)
-        return sorted(self._number(claim) for claim in accepted)
-
-    def _read(self, claim: Claim) -> int:
-        payload = self.client.read(claim.data, rank=self.rank)
-        try:
-            number = int(payload["number"])
-            assert payload["data"].tobytes() == content(number).tobytes()
-            return number
-        finally:
-            payload.release()
-
-    def _number(self, claim: Claim) -> int:
-        return int(Ticket.decode(claim.data).metadata["number"])  # type: ignore[call-overload]
-
-    def end(self) -> None:
-        """Clean up."""
-        self.client.close()
-        self.rings.close()
-
-
 def counted(statistics: PackerStatistics) -> dict[str, int]:
     """Counters of a trainer or packer and of its client, those above 0."""
     found = {name: getattr(each, name) for each in (statistics, statistics.client) for name in each.__struct_fields__}
@@ -335,7 +284,6 @@ class ToldWriter:
         slots: int = 16,
         store: str = "",
         port: int = 0,
-        group: bool = False,
         file: str = "",
         address: str = "127.0.0.1",
     ) -> None:
@@ -346,8 +294,6 @@ class ToldWriter:
             name=name or None,
             file=file or None,
             rings=rings_of(url),
-            readers=1 + group,
-            grouped=group,
             server=ServerOptions(addresses=(address,), directory=directory, ports=(port,)),
         )
 
@@ -414,8 +360,6 @@ def main() -> None:
     side: Any = None
     if kind == "writer":
         side = ToldWriter(**arguments)
-    elif "group" in arguments:
-        side = ToldRank(**arguments)
     else:
         side = (ToldReader if url.startswith("tickets:") else ToldTrainer)(**arguments)
         side.messages = messages

@@ -17,7 +17,6 @@ from operator import index
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
-from transport.claims.looks import known_of
 from transport.claims.open import open_queue
 from transport.claims.places import OnThisHost
 from transport.claims.rings import FoundRings
@@ -49,7 +48,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _RING, _SERVER = RingOptions(), ServerOptions()  # what setup_ucxx() takes where nothing is said
-_FREE_EVERY_S = 5.0  # what a group has ended, while the ring is full
 _LOOK_S = 0.5  # for a request to stop, while a write waits
 _DRAIN_S, _DRAIN_TOLD_S = 30.0, 2.0
 
@@ -62,7 +60,6 @@ class UCXXRolloutMixin(WithBlock):
 
     _ucxx_ring: SharedRingBuffer | None = None
     _ucxx_opened: FoundRings | None = None  # by text
-    _ucxx_grouped = False
     _ucxx_server: UCXXServer | None = None
     _ucxx_announcement: Announcement | None = None
     _ucxx_exporter: Exporter | None = None
@@ -78,7 +75,6 @@ class UCXXRolloutMixin(WithBlock):
         name: str | None = None,
         file: str | os.PathLike[str] | None = None,
         readers: int = 1,
-        grouped: bool = False,
         mode: Literal["process", "thread"] = "process",
         ring: RingOptions = _RING,
         server: ServerOptions = _SERVER,
@@ -97,8 +93,6 @@ class UCXXRolloutMixin(WithBlock):
             rings: of the run that this ring belongs to, as text (``"rings:NAME"``, ``"rings+redis://…"``) or as
                 `open_queue` gave them; None: those of this host whose trainers were given none either.
             readers: how many ranks read each payload; with ``RingOptions(consumers=…)`` all of theirs.
-            grouped: these ranks are a model-parallel group, which claims each payload together (`GroupQueue`): what its
-                leader has ended is over for all of them.
             mode: of the server, see `UCXXServer`.
             ring, server: further choices, for example ``server=ServerOptions(ports=(7001, 7002))``.
             settings: the default of this and of the server's addresses, wires and secret is the operator's
@@ -154,7 +148,7 @@ class UCXXRolloutMixin(WithBlock):
                 self._ucxx_exporter.add_ring(made)
             if run is not None:
                 run.hand_out(made)
-            self._ucxx_ring, self._ucxx_grouped = made, grouped
+            self._ucxx_ring = made
         except BaseException:
             try:
                 self.cleanup_ucxx()
@@ -302,22 +296,11 @@ class UCXXRolloutMixin(WithBlock):
         now = time.monotonic()
         overflow = self.ring.overflow
         give_up = now if overflow == "error" else float("inf") if timeout_s is None else now + timeout_s
-        free_at = now + _FREE_EVERY_S
         while True:
             try:
                 return write(_wait_s(give_up))
             except RingFullError as full:
-                if self._ucxx_grouped and min(free_at, give_up) <= time.monotonic() and not hurry.stop_requested():
-                    free_at = time.monotonic() + _FREE_EVERY_S
-                    if self._free_what_a_group_ended():
-                        continue
                 _check_wait(full, give_up)
-
-    def _free_what_a_group_ended(self) -> int:
-        """Free slots whose payloads the leader has ended: a rank that was killed before it told the ring never will."""
-        unread = {payload.ticket.id: payload.ticket for payload in self.ring.unread()}
-        ended = [name for name, states in known_of([self.ring], unread).items() if states[0].final]
-        return sum(self.ring.discard(unread[name]) for name in ended)
 
 
 def _in_group(
@@ -387,7 +370,6 @@ class Rollout(UCXXRolloutMixin):
         name: str | None = None,
         file: str | os.PathLike[str] | None = None,
         readers: int = 1,
-        grouped: bool = False,
         mode: Literal["process", "thread"] = "process",
         ring: RingOptions = _RING,
         server: ServerOptions = _SERVER,
@@ -405,7 +387,6 @@ class Rollout(UCXXRolloutMixin):
             file=file,
             rings=rings,
             readers=readers,
-            grouped=grouped,
             mode=mode,
             ring=ring,
             server=server,
