@@ -32,6 +32,18 @@ def test_only_a_later_generation_of_a_slot_is_accepted() -> None:
     assert record.contains("ring", 0, 5, 0)
 
 
+def test_a_merged_record_has_what_any_of_the_records_has() -> None:
+    first, second = ConsumedRecord(), ConsumedRecord()
+    first.accept("ring", 0, 5, 0)
+    first.accept("ring", 1, 2, 0)
+    second.accept("ring", 0, 6, 0)
+    second.accept("other", 0, 1, 1)
+    merged = ConsumedRecord.merged([second, first])
+    assert all(merged.contains(*each) for each in [("ring", 0, 6, 0), ("ring", 1, 2, 0), ("other", 0, 1, 1)])
+    assert not merged.contains("ring", 0, 7, 0)
+    assert len(second) == 2
+
+
 def test_generations_may_wrap() -> None:
     record = ConsumedRecord()
     last = (1 << GENERATION_BITS) - 1

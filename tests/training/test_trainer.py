@@ -390,3 +390,20 @@ def test_nothing_comes_for_a_reason(prefix: str, wire: str) -> None:
         for wrong in (0, -1):
             with pytest.raises(UsageError):
                 trainer.take(wrong)
+
+
+@pytest.mark.parametrize("wire", ["mapped"], indirect=True)
+def test_trainers_that_start_again_with_the_records_of_all_learn_nothing_twice(
+    ring: SharedRingBuffer, prefix: str, wire: str
+) -> None:
+    write(ring, *range(4))
+    with trainer_of(prefix, wire) as one, trainer_of(prefix, wire) as two:
+        batches = [taken(one, 2), taken(two, 2)]
+        for batch in batches:
+            batch.accept()
+        stored = [one.record.to_bytes(), two.record.to_bytes()]
+        del batches, batch  # killed before they consumed
+    record = ConsumedRecord.merged(map(ConsumedRecord.from_bytes, stored))
+    write(ring, 4)
+    with trainer_of(prefix, wire, record=record) as again:
+        assert steps(taken(again, 1)) == [4]

@@ -7,6 +7,7 @@ highest consumed generation of each (ring, slot, rank) is therefore a complete r
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 
 import msgspec
 
@@ -91,6 +92,16 @@ class ConsumedRecord:
         copy._rings = OrderedDict((ring, dict(slots)) for ring, slots in self._rings.items())
         copy.steps = dict(self.steps)
         return copy
+
+    @classmethod
+    def merged(cls, records: Iterable[ConsumedRecord], settings: Settings = DEFAULTS) -> ConsumedRecord:
+        """Return what any of the records has, for trainers that share a run: each may get what another one had."""
+        made = cls(settings)
+        for record in records:
+            for ring, slots in record._rings.items():
+                for (slot, rank), generation in slots.items():
+                    made.accept(ring, slot, generation, rank)
+        return made
 
     def to_bytes(self) -> bytes:
         """The record as MessagePack, for a checkpoint."""

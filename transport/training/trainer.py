@@ -98,6 +98,8 @@ class Trainer:
         rank: this trainer's rank among the readers of each payload; or the name of a consumer ("reference", "train:2").
         max_age: how many versions a payload may be older than `version`; older ones are discarded and counted.
         record: `Trainer.record` from a checkpoint, or its bytes: payloads that it has are consumed and left out.
+            Trainers that share a rank's payloads each give the records of all, `ConsumedRecord.merged`: any may get
+            what another one had.
         mesh: the ranks that train one model together, for `steps`; None: this process alone.
         joined: a payload that names its parents (docs/PAYLOADS.md) has the fields of all parts, and is consumed with
             them; ``parents`` are their schemas, of what is read and not taken.
