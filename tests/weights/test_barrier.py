@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import secrets
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -19,6 +22,7 @@ from helpers import asynchronous
 from shard_members import MODEL, checksum_of
 from sharded_models import TRAINERS, WORKERS, Model, Training, of_training, together
 
+from transport import _ring
 from transport.errors import (
     SchemaError,
     StoreUnavailableError,
@@ -638,3 +642,42 @@ def test_a_stage_for_which_no_thread_can_be_started_is_not_waited_for(monkeypatc
             patched.setattr(threading.Thread, "start", full)
             member.begin(6, partial(stage, 6))
     assert staged == [3, 5]
+
+
+LEFT_OPEN = """
+import sys, threading
+import numpy as np
+from transport import TensorSpec
+from transport.weights.barrier import UpdateBarrier
+from transport.weights.barrier_rank import BarrierRank
+from transport.weights.options import EngineOptions
+from transport.weights.rank_shards import RankShards
+from transport.weights.sharding.layouts import Layout
+from transport.weights.sharding.shards import whole
+
+layout = Layout.of([whole(TensorSpec("w", "float32", (1024, 256)))])
+barrier = UpdateBarrier(store=f"sqlite:{sys.argv[1]}/store.db", run="r", senders=1, receivers=1, timeout_s=60)
+ranks = [
+    BarrierRank(
+        RankShards(0, layout, {"w": np.full((1024, 256), float(sends), np.float32)}),
+        sends=sends,
+        address="127.0.0.1",
+        options=EngineOptions(prefix=sys.argv[2]),
+    )
+    for sends in (True, False)
+]
+threads = [threading.Thread(target=barrier.update, args=(rank, 1)) for rank in ranks]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+
+
+def test_a_program_that_leaves_its_ranks_open_ends_without_a_word_and_leaves_no_segment(tmp_path: Path) -> None:
+    prefix = f"left-open-{secrets.token_hex(4)}-"
+    ended = subprocess.run(
+        [sys.executable, "-P", "-c", LEFT_OPEN, str(tmp_path), prefix], capture_output=True, text=True, check=True
+    )
+    assert ended.stderr == ""
+    assert not [name for name in _ring.segments() if prefix in name]

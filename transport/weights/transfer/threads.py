@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
+
+from transport.runtime import blocking_calls
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 async def in_thread(function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-    """`asyncio.to_thread`, but a cancellation is raised only after the thread has ended and uses no memory any more.
+    """Run a call in a thread; a cancellation is raised only after the call has ended and uses no memory any more.
 
-    For short work: a copy, a hash, a short wait.
+    For short work: a copy, a hash, a short wait. Not in a thread of asyncio's: they are gone when a program ends that
+    has left something open, which is closed then.
     """
-    return await settled(asyncio.ensure_future(asyncio.to_thread(function, *arguments, **named)))
+    return await settled(blocking_calls.in_thread(partial(function, *arguments, **named)))
 
 
 async def settled(work: asyncio.Future[T]) -> T:
