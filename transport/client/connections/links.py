@@ -23,7 +23,9 @@ from transport.errors import (
     DeadlineExceededError,
     LinkError,
     RefusedError,
+    RingNotFoundError,
     TransportError,
+    UnreachableError,
     WireNotAllowedError,
     WrongRingError,
 )
@@ -84,6 +86,7 @@ class Links:
         self._wake = asyncio.Event()  # something has changed that upkeep should look at
         self._closed = False
         self._ending = False  # the last acknowledgements are sent
+        self._silent: set[str] = set()  # rings of which somebody was there then, and did not answer
         self.opened = 0
         self.quarantine = PortQuarantine(settings)
         self.ledger = AckLedger(settings)
@@ -391,6 +394,8 @@ class Links:
             return True
         except (TransportError, TimeoutError) as error:
             log.debug("%r did not answer BYE: %s", link, error)
+            if isinstance(error, TimeoutError):
+                self._silent.add(link.ring)
             return False
         finally:
             self.break_off(link)
@@ -475,6 +480,8 @@ class Links:
                 self.failed(ring, port, error)
             elif self._ending:
                 self.quarantine.failed(port, time.monotonic())
+            if self._ending and not isinstance(error, UnreachableError):
+                self._silent.add(ring)
             self.ledger.reroute(ring, port)
             self.ledger.unreachable(ring, time.monotonic())
             if self.routes.gone(ring, self._settings.linger_s):  # it does not outlive its writer for longer
@@ -535,6 +542,16 @@ class Links:
             if not answered:
                 self.quarantine.failed(link.port, time.monotonic())
 
+    def _is_here(self, ring: str) -> bool:
+        """Whether the ring is one of this host that is still there."""
+        route = self.routes.find(ring)
+        if route is None or not route.segment:
+            return False
+        with contextlib.suppress(RingNotFoundError):
+            found_here(route.segment)
+            return True
+        return False
+
     def _admit_no_more(self) -> None:
         self._closed = True
         for turns in self._turns.values():
@@ -545,7 +562,8 @@ class Links:
         self._tender.cancel()
         self._admit_no_more()
         for ring in self.ledger.rings():
-            log.warning(
+            log.log(
+                logging.WARNING if not self._ending or ring in self._silent or self._is_here(ring) else logging.INFO,
                 "closed before ring %s confirmed %d acknowledgements: payloads whose acknowledgement did not arrive "
                 "can be read once more",
                 ring[:8],
