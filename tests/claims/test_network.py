@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from found_rings import here_and_elsewhere, ring_of, some
 from helpers import NETWORK, eventually
+from patience import PATIENCE
 
 from transport import SharedRingBuffer, UCXXServer
 from transport.claims.mapped import RingsOfHost
@@ -77,9 +78,9 @@ def test_a_wrong_secret_is_the_callers_error_whether_it_claims_or_takes(
     ):
         ring.write_raw(b"one")
         with pytest.raises(AuthenticationError):
-            queue.claim(1, 2.0, consumer="test")
+            queue.claim(1, 2.0 * PATIENCE, consumer="test")
         with pytest.raises(AuthenticationError):
-            queue.take_parts(1, 2.0, consumer="test")
+            queue.take_parts(1, 2.0 * PATIENCE, consumer="test")
 
 
 def test_an_argument_that_cannot_be_sent_leaves_a_claim_as_it_was(ring: SharedRingBuffer, queue: FoundRings) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from helpers import asynchronous, settings_with, until
 from scripted_listener import ScriptedListener
-from scripted_peer import BUSY, LARGE, Peer, Stage, ack, read
+from scripted_peer import BUSY, LARGE, TCP, Peer, Stage, ack, read
 from takes import LONG_S, SLOTS, addresses, connected, consume, contents, depth, ended, link_of, remote, seen, take
 
 from transport import SharedRingBuffer, UCXXClient, UCXXServer
@@ -147,7 +147,7 @@ async def test_a_client_that_closes_gives_back_what_it_holds_and_its_demands(rin
     async with Stage(ring) as stage:
         address, service = f"127.0.0.1:{stage.port}", stage.listener._service
         assert service is not None
-        async with remote() as client:
+        async with remote(wire=TCP) as client:
             held = await take(client, address, 1)
             assert len(held) == 1
             waiting = asyncio.create_task(take(client, address, 1, wait_s=LONG_S))
@@ -162,7 +162,7 @@ async def test_a_client_that_closes_gives_back_what_it_holds_and_its_demands(rin
 
 @asynchronous
 async def test_a_connection_is_not_idle_while_a_demand_of_its_waits(ring: SharedRingBuffer) -> None:
-    async with Stage(ring, listener_idle_eviction_s=120) as stage, remote() as client:
+    async with Stage(ring, listener_idle_eviction_s=120) as stage, remote(wire=TCP) as client:
         service = stage.listener._service
         assert service is not None
         waiting = asyncio.create_task(take(client, f"127.0.0.1:{stage.port}", 1, wait_s=LONG_S))
@@ -174,7 +174,7 @@ async def test_a_connection_is_not_idle_while_a_demand_of_its_waits(ring: Shared
 
 @asynchronous
 async def test_a_listener_that_stops_tells_those_who_wait(ring: SharedRingBuffer) -> None:
-    async with Stage(ring) as stage, remote() as client:
+    async with Stage(ring) as stage, remote(wire=TCP) as client:
         waiting = asyncio.create_task(take(client, f"127.0.0.1:{stage.port}", 1, wait_s=LONG_S))
         service = stage.listener._service
         assert service is not None
@@ -237,7 +237,7 @@ async def test_a_connection_that_receives_no_answers_does_not_keep_payloads_from
     ring: SharedRingBuffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("transport.server.listener._MOST_UNSENT", 0)
-    async with Stage(ring) as stage, remote() as other:
+    async with Stage(ring) as stage, remote(wire=TCP) as other:
         service = stage.listener._service
         assert service is not None
         full = await stage.connected()
@@ -302,7 +302,7 @@ async def test_a_connection_that_is_spent_keeps_its_claims_until_they_end(
 ) -> None:
     monkeypatch.setattr("transport.claims.connection._SPENT", 1)
     settings = settings_with(claim_lease_s=0.5)
-    async with Stage(ring) as stage, remote(settings=settings) as client:
+    async with Stage(ring) as stage, remote(wire=TCP, settings=settings) as client:
         batches = []
         for number in range(3):
             ring.write_raw(bytes([number]))
@@ -326,7 +326,7 @@ async def test_demands_ask_another_connection_once_one_is_spent_and_end_both(
         came.append(batch)
         asyncio.get_running_loop().call_soon(lambda: demands.given(batch.claims, 1))
 
-    async with Stage(ring) as stage, remote() as client:
+    async with Stage(ring) as stage, remote(wire=TCP) as client:
         places = {"ring": RingAddress(("127.0.0.1",), (stage.port,), ring.ring_id)}
         demands = Demands(client.claims, lambda: places, arrived, lambda *_: None, rank=0, most_attempts=0)
         demands.want(1, 1, None)
@@ -343,7 +343,7 @@ async def test_a_holder_that_lives_is_not_reported_as_late(
 ) -> None:
     ring.write_raw(b"for long")
     settings = settings_with(claim_lease_s=0.5)
-    async with Stage(ring, ack_timeout_s=0.5, heartbeat_s=0.1) as stage, remote(settings=settings) as client:
+    async with Stage(ring, ack_timeout_s=0.5, heartbeat_s=0.1) as stage, remote(wire=TCP, settings=settings) as client:
         batch = await take(client, f"127.0.0.1:{stage.port}", 1)
         with caplog.at_level(logging.WARNING, logger="transport.server"):
             await asyncio.sleep(1.2)  # the time that passes is what is tested
@@ -354,7 +354,7 @@ async def test_a_holder_that_lives_is_not_reported_as_late(
 @asynchronous
 async def test_a_silent_holder_whose_claims_have_ended_is_not_given_the_payloads_again(ring: SharedRingBuffer) -> None:
     first = ring.write_raw(b"claimed by the silent peer")
-    async with Stage(ring, heartbeat_s=0.1) as stage, remote() as other:
+    async with Stage(ring, heartbeat_s=0.1) as stage, remote(wire=TCP) as other:
         peer = await stage.peer()
         assert (await peer.greet(lease_ms=500)).code == 0
         await peer.settled()
@@ -483,7 +483,7 @@ def end(number: int, ticket: Ticket, *, texts: bytes = b"", **fields: Any) -> by
 async def test_a_connection_whose_demand_brought_nothing_is_freed_when_it_ends(
     ring: SharedRingBuffer,
 ) -> None:
-    async with Stage(ring) as stage, remote() as client:
+    async with Stage(ring) as stage, remote(wire=TCP) as client:
         nothing = await (await client.claims.open(("127.0.0.1", stage.port))).demand(1)[1]
         assert len(nothing) == 0
         connection = weakref.ref(nothing.claims.connection)
@@ -503,7 +503,7 @@ async def test_a_delivery_that_ends_unused_is_counted_and_logged_as_the_ring_its
     ring: SharedRingBuffer, how: Ended
 ) -> None:
     ring.write_raw(b"of no use")
-    async with Stage(ring) as stage, remote() as client:
+    async with Stage(ring) as stage, remote(wire=TCP) as client:
         batch = await taken(client, stage, 1)
         assert await ended(batch, Verdict[how.name], "it has no\nreward", "trainer 7") == [True]
         assert await ended(batch, Verdict[how.name], "again", "trainer 7") == [True]
@@ -645,7 +645,7 @@ async def test_a_malformed_demand_ends_its_connection_and_takes_nothing(
 @asynchronous
 async def test_claims_that_are_not_the_connections_own_are_refused(ring: SharedRingBuffer) -> None:
     ring.write_raw(b"somebody else's")
-    async with Stage(ring) as stage, remote() as client:
+    async with Stage(ring) as stage, remote(wire=TCP) as client:
         batch = await take(client, f"127.0.0.1:{stage.port}", 1)
         row = batch.rows[0]
         peer = await stage.connected()
@@ -683,7 +683,7 @@ async def test_an_end_while_the_payload_is_being_sent_frees_the_slot_afterwards(
 @asynchronous
 async def test_a_claim_of_another_connection_cannot_be_ended(ring: SharedRingBuffer) -> None:
     ring.write_raw(b"another's")
-    async with Stage(ring) as stage, remote() as client, remote() as stranger:
+    async with Stage(ring) as stage, remote(wire=TCP) as client, remote(wire=TCP) as stranger:
         batch = await taken(client, stage, 1)
         ring.write_raw(b"its own")
         other = link_of(await taken(stranger, stage, 1))

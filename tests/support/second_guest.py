@@ -95,16 +95,28 @@ class Dying:
         self._process.communicate("alive\n")
 
 
-@contextlib.contextmanager
-def no_device(host: SecondGuest | None) -> Iterator[None]:
-    """The device is gone while the block runs, of ``host`` or of this guest."""
+class Removal:
+    """The removal of the device, of ``host`` or of this guest, which the block's processes use; it is back after them.
 
-    def link(*words: str) -> None:
+    The kernel tells them of it, and waits until the last of them has closed the device.
+    """
+
+    def __init__(self, host: SecondGuest | None) -> None:
+        self._host = host
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def _link(self, *words: str) -> subprocess.Popen[bytes]:
         line = ["rdma", "link", *words]
-        subprocess.run(line if host is None else host.command(*line), check=True)
+        return subprocess.Popen(line if self._host is None else self._host.command(*line))
 
-    link("delete", DEVICE)
-    try:
-        yield
-    finally:
-        link("add", DEVICE, "type", "rxe", "netdev", LINK)
+    def begin(self) -> None:
+        """Ask the kernel for it."""
+        self._process = self._link("delete", DEVICE)
+
+    def __enter__(self) -> Removal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None:
+            assert self._process.wait() == 0
+            assert self._link("add", DEVICE, "type", "rxe", "netdev", LINK).wait() == 0

@@ -26,7 +26,7 @@ def addresses(ring: SharedRingBuffer) -> list[str]:
 
 
 def remote(**arguments: Any) -> UCXXClient:
-    return UCXXClient(wire=NETWORK, **arguments)
+    return UCXXClient(**{"wire": NETWORK, **arguments})
 
 
 _opened: weakref.WeakKeyDictionary[UCXXClient, dict[PortKey, ClaimConnection]] = weakref.WeakKeyDictionary()

@@ -7,14 +7,15 @@ spread over the list of them, from one that depends on the test's name, and the 
 for by its name (FILE::TEST), or that failed before (--last-failed), runs whatever its marker is.
 
 To `make verbs`: tests marked `verbs`, which need software RoCE and a second host. There `--verbs` runs them and, over
-the wire that TEST_WIRES names, the tests of `ROOMS` that open endpoints, without the cases of other wires.
+the wires that TEST_WIRES names, the tests of `ROOMS` whose clients use these wires, without the cases of other ones.
 """
 
 from __future__ import annotations
 
+import sys
 import zlib
 from collections import defaultdict
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -73,9 +74,20 @@ def _is_over_verbs(item: pytest.Item) -> bool:
     room = item.path.relative_to(item.config.rootpath / "tests").parts[0]
     if room not in ROOMS or item.get_closest_marker("ucx") is None:
         return False
-    parameters = {str(each) for each in getattr(item, "callspec", _NO_PARAMETERS).params.values()}
+    if not _names_network(item.module):  # type: ignore[attr-defined]
+        return False
+    parameters = [each for each in getattr(item, "callspec", _NO_PARAMETERS).params.values() if isinstance(each, str)]
     # What is on the way of a connection by TCP (`way`) sees no RDMA.
-    return not parameters & {"mapped", "shm"} and "way" not in getattr(item, "fixturenames", ())
+    return not {"mapped", "shm"}.intersection(parameters) and "way" not in getattr(item, "fixturenames", ())
+
+
+def _names_network(module: ModuleType) -> bool:
+    """Return whether its clients use the wires of `helpers.NETWORK`, named there or in a module of support."""
+    names = vars(module)
+    if {"NETWORK", "NETWORK_WIRE", "over_ucx", "every_wire"} & names.keys():
+        return True
+    homes = {getattr(each, "__module__", None) or getattr(each, "__name__", "") for each in names.values()}
+    return any(hasattr(sys.modules.get(home), "NETWORK") for home in homes - {"helpers"})
 
 
 def _cases_of_each_test(items: list[pytest.Item]) -> list[list[pytest.Item]]:

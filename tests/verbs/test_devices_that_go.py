@@ -1,0 +1,116 @@
+"""A device that is removed, or whose link goes down, in the middle of a read, at either end: nothing hangs or ends.
+
+What is read is as it was written; else there is an error with a reason, and later reads are as before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from helpers import Child, noise
+from second_guest import HERE, THERE, Removal, SecondGuest, after_packets, link_down
+
+pytestmark = [pytest.mark.verbs, pytest.mark.ucx, pytest.mark.slow]
+
+MIB = 1 << 20
+LARGE, SMALL = np.tile(noise(MIB), 64), noise(MIB, 1)
+BEGUN = 400  # packets of a transfer of 16 384
+TIMES = {"read_timeout_s": 60.0, "connect_timeout_s": 60.0, "handshake_timeout_s": 60.0}
+SERVER = f"""
+import sys
+import numpy as np
+from helpers import noise
+from transport import SharedRingBuffer, UCXXServer
+from transport.settings import Settings
+
+with SharedRingBuffer.create(slots=2, slot_bytes={LARGE.size}) as ring:
+    with UCXXServer(ring, addresses=(sys.argv[1],), settings=Settings(**{TIMES})):
+        print(ring.write_raw(np.tile(noise({MIB}), 64)).to_text(), flush=True)
+        for line in sys.stdin:
+            print(ring.write_raw(noise({MIB}, 1)).to_text(), flush=True)
+"""
+READER = f"""
+import sys, zlib
+from transport import BlockingClient, Ticket
+from transport.errors import TransportError
+from transport.settings import Settings
+
+with BlockingClient(wire=set(sys.argv[1].split(",")), settings=Settings(**{TIMES})) as client:
+    print("up", flush=True)
+    for line in sys.stdin:
+        ticket, timeout_s = line.split()
+        try:
+            payload = client.read(Ticket.parse(ticket), timeout=float(timeout_s))
+            print(payload.wire, zlib.crc32(payload["data"]), flush=True)
+            payload.release()
+        except TransportError as error:
+            print(type(error).__name__, error, flush=True)
+"""
+
+
+class Two(NamedTuple):
+    """A listener's process on one host, and a reader's on the other one."""
+
+    server: Child
+    reader: Child
+
+    def begin_large(self, timeout_s: float) -> None:
+        """Read a small payload, and return while a large one is on its way."""
+        large = self.server.line()
+        assert self.small() == f"rdma {zlib.crc32(SMALL)}"
+        self.reader.tell(f"{large} {timeout_s}")
+        after_packets(BEGUN)
+
+    def small(self) -> str:
+        """What comes of reading a small one."""
+        self.server.tell()
+        self.reader.tell(f"{self.server.line()} 100")
+        return self.reader.line()
+
+
+@contextlib.contextmanager
+def two(there: SecondGuest, reader_there: bool, wires: str) -> Iterator[Two]:
+    """Both of them."""
+    with (
+        Child(SERVER, HERE if reader_there else THERE, host=None if reader_there else there) as server,
+        Child(READER, wires, host=there if reader_there else None) as reader,
+    ):
+        assert reader.line() == "up"
+        try:
+            yield Two(server, reader)
+        finally:
+            for child in (reader, server):
+                stdin, child.process.stdin = child.process.stdin, None
+                assert stdin is not None
+                stdin.close()
+                child.wait()
+
+
+@pytest.mark.parametrize("wires", ["rdma", "tcp,rdma"])
+@pytest.mark.parametrize("reader_there", [True, False], ids=["the listener's", "the reader's"])
+def test_a_device_that_is_removed_under_a_read_is_let_go_of(there: SecondGuest, reader_there: bool, wires: str) -> None:
+    """The kernel removes it when nobody has it open: until then payloads may come by it."""
+    with Removal(None) as removal, two(there, reader_there, wires) as both:
+        both.begin_large(100)
+        removal.begin()
+        assert both.reader.line() in [f"{wire} {zlib.crc32(LARGE)}" for wire in ("rdma", "tcp")]
+        assert both.small() in [f"{wire} {zlib.crc32(SMALL)}" for wire in ("rdma", "tcp")]
+
+
+@pytest.mark.parametrize("wires", ["rdma", "tcp,rdma"])
+@pytest.mark.parametrize("reader_there", [True, False], ids=["the listener's", "the reader's"])
+def test_a_link_that_goes_down_under_a_read_ends_it_with_a_reason(
+    there: SecondGuest, reader_there: bool, wires: str
+) -> None:
+    with two(there, reader_there, wires) as both:
+        both.begin_large(20)
+        with link_down():
+            outcome = both.reader.line()
+        kind, _, reason = outcome.partition(" ")
+        assert (kind.endswith("Error") and reason) or outcome == f"rdma {zlib.crc32(LARGE)}"  # before the link was down
+        assert both.small() == f"rdma {zlib.crc32(SMALL)}"
