@@ -20,7 +20,7 @@ import msgspec
 from transport.errors import StoreError, TransportError
 from transport.packer.consumed_record import ConsumedRecord
 from transport.runtime.error_text import error_text
-from transport.runtime.logs import LOOK_S, LogLimit
+from transport.runtime.logs import LOOK_S, SAY_AGAIN_S, LogLimit
 from transport.ticket import Ticket
 from transport.training.assembling import Arrival, Assembly, Group
 from transport.training.holding import Delivery, Holding, Sample
@@ -122,6 +122,7 @@ class Planner:
         self._waits_since: float | None = None
         self._said = LogLimit()
         self._stale_said = LogLimit(float("inf"))
+        self._ageless_said = LogLimit(SAY_AGAIN_S)
         self.counts = GroupCounts()
 
     def __repr__(self) -> str:
@@ -303,6 +304,9 @@ class Planner:
 
     def _give_up(self, now: float, over: bool) -> None:
         oldest = self._oldest() if self._terms.stale == "drop" else None
+        ageless = oldest is not None and any(None in group.versions for group in self._assembly.complete)
+        if ageless and self._ageless_said.due() is not None:
+            log.warning("samples without a version have no age for max_age: have their rollouts write version=")
         for group, why in self._assembly.turn(now, over, oldest):
             if not group.samples:
                 log.info("group %r is over: %s", group.name, why)
