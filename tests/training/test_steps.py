@@ -17,7 +17,9 @@ from transport import Schema, SharedRingBuffer, UpTo
 from transport.errors import ConfigurationError, RankError, UsageError
 from transport.group import GROUP_END, in_group
 from transport.packer.consumed_record import ConsumedRecord
+from transport.store.memory import MemoryStore
 from transport.training.mesh import Mesh
+from transport.training.step_records import StepRecords
 from transport.training.steps import Step
 from transport.training.trainer import Trainer
 
@@ -392,6 +394,16 @@ def test_a_process_whose_rank_another_one_has_by_now_votes_no_more(
             after.steps(1)
             with pytest.raises(RankError):
                 step.consume()
+
+
+def test_a_planner_that_is_started_again_waits_for_no_lease() -> None:
+    with MemoryStore() as store:
+        before, other = StepRecords(store, "mesh", 0, 2, 60.0), StepRecords(store, "mesh", 1, 2, 60.0)
+        assert before.lead() and not other.lead()
+        again = StepRecords(store, "mesh", 0, 2, 60.0)
+        assert again.lead() and not before.lead() and not other.lead()
+        again.leave()
+        assert not before.lead() and other.lead()
 
 
 def test_a_mesh_of_several_ranks_needs_a_store(prefix: str) -> None:

@@ -149,16 +149,25 @@ class StepRecords:
     def lead(self) -> int:
         """Become the planner where there is none, or go on as the planner: the number of its term. 0: another rank is.
 
-        After a silence that was longer than the lease it is another term, although nobody was faster.
+        After a silence that was longer than the lease it is another term, although nobody was faster. A planner that is
+        started again need not wait for the lease of the process that it was: that one is out.
         """
         key = self._key("planner")
         if self._lead is not None:
             if key in self._store.renew({key: self._lead}, self._lease_s):
                 return self._term
             self._lead = None
-        self._lead = self._store.compare_and_set(key, self._mine(), ABSENT, lease_s=self._lease_s)
-        self._term += self._lead is not None
-        return self._term if self._lead is not None else 0
+        found = self._store.get(key)
+        if found is not None and decode(_Planner, key, found.value).rank != self._rank:
+            return 0
+        lead = Change(key, self._mine(), ABSENT if found is None else found.version, self._lease_s)
+        seat = Change(self._key("rank", self._rank), self._token.encode(), self._seat)
+        written = self._store.put_many([lead, seat])
+        if written is None:
+            return 0
+        self._lead, self._seat = written
+        self._term += 1
+        return self._term
 
     def _mine(self) -> bytes:
         return encode(_Planner(self._token, self._rank))
