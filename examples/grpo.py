@@ -11,6 +11,7 @@ import random
 import subprocess
 import sys
 import tempfile
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ from transport.runtime.signals import until_stopped
 from transport.weights import Offers, ReferenceWorker, Taker
 
 TEXT, ASKED, MOST = "0123456789+=.", 4, 3  # "3+5=" is answered by "8."; a longer answer is cut
-SAMPLES, GROUPS, STEPS, CHECKPOINT_EVERY = 8, 8, 100, 2
+SAMPLES, GROUPS, STEPS = 8, 8, 100
 SCHEMA = Schema.of(tokens=("int64", UpTo(ASKED + MOST)), logprobs=("float32", UpTo(MOST)), reward="float32")
 
 
@@ -45,7 +46,7 @@ class Model(nn.Module):
 
     def learn_base(self):  # from all sums, of which half are wrong
         optimizer, pairs = torch.optim.Adam(self.parameters(), 3e-3), [(a, b) for a in range(10) for b in range(10)]
-        for _ in range(150):
+        for _ in range(250):
             texts = [f"{a}+{b}={random.choice((a + b, random.randrange(19)))}...."[: ASKED + MOST] for a, b in pairs]
             optimizer.zero_grad()
             (-self.of_answers(torch.tensor([[TEXT.index(each) for each in text] for text in texts])).mean()).backward()
@@ -68,7 +69,7 @@ def rollout(folder: Path, name: str) -> None:
         until_stopped() as stopped,
         open_queue(f"rings:{folder.name}-") as run,
         BlockingClient(schemas=[WEIGHTS]) as client,
-        Rollout(SCHEMA, run, name=name, slots=20 * SAMPLES, mode="thread", drain_s=0) as writer,
+        Rollout(SCHEMA, run, name=name, slots=10 * SAMPLES, mode="thread", drain_s=0) as writer,
     ):
         while not stopped.wait(0):
             if taker.follow(run, client, topic=name, wait_s=0.0 if count else 0.5):
@@ -97,10 +98,10 @@ def advantages(step):  # of each micro-batch: rewards less their group's mean, o
 
 
 def train(folder: Path, _: str) -> None:
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     mesh, checkpoint = Mesh.of_torchrun(store=f"sqlite:///{folder}/steps.db"), folder / "checkpoint.pt"
     model, record, history = Model(), None, []
-    optimizer = torch.optim.Adam(model.parameters(), 2e-3)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
     if checkpoint.exists():
         weights, moments, record, history = torch.load(checkpoint)
         model.load_state_dict(weights)
@@ -129,23 +130,23 @@ def train(folder: Path, _: str) -> None:
             history.append((reward.item(), step.groups))
             trainer.version = len(history)
             print(f"rank {mesh.rank}, step {len(history)}: mean reward {reward.item():.2f}", flush=True)
-            if len(history) % CHECKPOINT_EVERY == 0:
-                if mesh.rank == 0:
-                    state = (model.state_dict(), optimizer.state_dict(), trainer.record.to_bytes(), history)
-                    torch.save(state, f"{checkpoint}.new")
-                    Path(f"{checkpoint}.new").replace(checkpoint)
-                dist.barrier()  # the checkpoint has these steps
-                trainer.consume()
+            if mesh.rank == 0:
+                state = (model.state_dict(), optimizer.state_dict(), trainer.record.to_bytes(), history)
+                torch.save(state, f"{checkpoint}.new")
+                Path(f"{checkpoint}.new").replace(checkpoint)
+            dist.barrier()  # the checkpoint has the step
+            trainer.consume()
 
 
 def main(folder: Path, _: str) -> None:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=9"]
-    programs = [*torchrun, __file__, folder, "train"], *([__file__, folder, f"rollout-{number}"] for number in (0, 1))
-    processes = [subprocess.Popen([sys.executable, *program]) for program in programs]
-    try:
-        sys.exit(processes[0].wait())
+    programs = [[sys.executable, __file__, str(folder), f"rollout-{number}"] for number in (0, 1)]
+    rollouts = [subprocess.Popen(program) for program in programs]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    try:  # a rank that is killed takes the others with it, and all go on from the checkpoint
+        while subprocess.call([*torchrun, __file__, str(folder), "train"]):
+            print("the ranks start again", flush=True)
     finally:
-        for each in processes:
+        for each in rollouts:
             each.terminate()
             each.wait()
 

@@ -322,7 +322,10 @@ class Bench:
             for number in range(repeats(size) + 3):
                 ring.write_many(payloads)
                 begun = time.perf_counter()
-                with trainer.take(count, 60.0, fill_s=60.0) as batch:
+                taken = trainer.take(count, 60.0, fill_s=60.0)
+                if taken is None:
+                    raise SystemExit("a batch did not come within 60 s")
+                with taken as batch:
                     tokens = batch["tokens"]
                     self.cupy.cuda.get_current_stream().synchronize()
                     times.append(time.perf_counter() - begun)

@@ -1,4 +1,4 @@
-"""The two processes of a job on two hosts, for shaped_reads.py: a rollout that writes, the trainer of `bench job`.
+"""The two processes of a job on two hosts, for shaped_reads.py: a rollout that writes, a `Trainer`.
 
 rollout SIZE ADDRESS: says its port, and ends with its input. trainer SIZE PLACE SECONDS: says the GB/s it consumed.
 """
@@ -11,10 +11,10 @@ import threading
 import time
 
 import numpy as np
-from transport.bench.job.queues import TakingTrainer, schema_of
 
-from transport import Rollout, ServerOptions
-from transport.bench.job.work import HEADER, Job
+from transport import Rollout, ServerOptions, Trainer
+from transport.bench.job.ours import schema_of
+from transport.bench.job.work import HEADER
 from transport.errors import RingFullError
 
 _BATCH = 32
@@ -48,18 +48,16 @@ def rollout(size: int, address: str) -> None:
 
 def trainer(size: int, place: str, seconds: float) -> None:
     """Take and consume batches, each verified."""
-    taking = TakingTrainer(Job(size_bytes=size, place=place, wire="tcp", layout="list"))
-    try:
+    with Trainer(schema_of(size), place, wire={"tcp"}) as taking:
         consumed, began = 0, float("inf")
         while (now := time.monotonic()) - began < seconds:
-            batch = taking.claim(_BATCH, 1.0)
+            batch = taking.take(_BATCH, 1.0)
             if batch is not None:
-                consumed += size * len(taking.consume(batch))
+                batch.consume()
+                consumed += size * len(batch)
             if began == float("inf") and consumed > _WARM_BYTES:
                 began, first = now, consumed
         print((consumed - first) / (now - began) / 1e9, flush=True)
-    finally:
-        taking.close()
 
 
 if __name__ == "__main__":

@@ -148,9 +148,18 @@ def ucx() -> Path | None:
     return Path(found.origin).parent if found is not None and found.origin else None
 
 
+def compiler_of(tree: Path) -> str | None:
+    """The compiler that a tree was configured with; None: there is no tree."""
+    cache = tree / "CMakeCache.txt"
+    found = re.search(r"^CMAKE_CXX_COMPILER:\w+=(.+)$", cache.read_text(), re.MULTILINE) if cache.exists() else None
+    return None if found is None else found[1]
+
+
 def build_tree(sanitizer: str, tree: Path) -> bool:
     """Where the compiler has libFuzzer, the build of the address sanitizer has its targets, too."""
     flags = FLAGS[sanitizer]
+    if (made_by := compiler_of(tree)) is not None and shutil.which(made_by) != shutil.which(compiler()):
+        shutil.rmtree(tree)  # cmake forgets what it is told beside another compiler
     if sanitizer == "address" and available("fuzzer"):
         flags = f"fuzzer-no-link,{flags}"
     cmake = shutil.which("cmake") or str(Path(sys.executable).parent / "cmake")

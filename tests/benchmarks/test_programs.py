@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from benchmark_programs import measured_rows, run_benchmark
 
 
@@ -11,6 +13,16 @@ def test_calls_and_records_of_a_round_grow_with_its_members_and_not_faster() -> 
     for what in ("calls", "records_read", "records_written"):
         first, second = rows[100][what] - rows[50][what], rows[200][what] - rows[100][what]
         assert second == 2 * first, what
+
+
+def test_steps_of_two_ranks_lose_nothing_when_one_is_killed() -> None:
+    done = run_benchmark("steps", "--kib", "8", "--groups", "4", "--steps", "4", "--wires", "mapped")
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row["killed"] for row in rows] == [False, True]
+    for row in rows:
+        assert row["ended"] and row["steps"] == [4, 4]
+        assert (row["lost"], row["twice"]) == (0, 0)
 
 
 def test_wrong_arguments_are_refused_before_anything_is_measured() -> None:

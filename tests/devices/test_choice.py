@@ -18,11 +18,11 @@ from transport.wires import settings_for, user_settings
 @pytest.mark.parametrize(
     ("wire", "staged", "direct"),
     [
-        ("auto", None, None),  # whatever UCX finds: CUDA, too, where it was built for it
+        ("auto", "^ud,dc", "^ud,dc"),  # whatever UCX finds: CUDA, too, where it was built for it
         ({"tcp"}, "tcp,self", "tcp,self,cuda"),
         ({"shm"}, "sm,tcp", "sm,tcp,cuda"),
-        ({"rdma"}, "ib,tcp", "ib,tcp,cuda"),  # GPUDirect
-        ({"mapped", "rdma"}, "ib,tcp", "ib,tcp,cuda"),
+        ({"rdma"}, "rc_verbs,rc_mlx5,tcp", "rc_verbs,rc_mlx5,tcp,cuda"),  # GPUDirect
+        ({"mapped", "rdma"}, "rc_verbs,rc_mlx5,tcp", "rc_verbs,rc_mlx5,tcp,cuda"),
     ],
 )
 @asynchronous
@@ -40,8 +40,8 @@ async def test_ucx_is_told_of_cuda_only_for_direct_receives(
         asked.append(settings)
         raise Made
 
-    def with_rdma(wires: Any, *, shared_memory: bool = True, refused: str = "") -> dict[str, str]:
-        return settings_for(wires, shared_memory=shared_memory, refused="")  # as on a host that has a device
+    def with_rdma(wires: Any, *, refused: str = "", **choices: bool) -> dict[str, str]:
+        return settings_for(wires, refused="", **choices)  # as on a host that has a device
 
     monkeypatch.setattr(links, "Worker", worker)
     monkeypatch.setattr(links, "settings_here", with_rdma)

@@ -31,7 +31,11 @@ from transport.storage.urls import RedisURL
 from transport.store.base import Change, Entry
 from transport.store.decision import Next
 from transport.ticket import Ticket
+from transport.training.assembling import Arrival
+from transport.training.holding import Sample
 from transport.training.joining import Child
+from transport.training.mesh import Mesh
+from transport.training.step_records import PlannedPart
 from transport.weights import offers
 from transport.weights.barrier import UpdateBarrier
 from transport.weights.options import EngineOptions
@@ -64,6 +68,10 @@ RECORDS = [
     Change("groups/g/claims/1", TICKET.encode()),
     Next(TICKET.encode()),
     RedisURL(PLACE, "run"),
+    Sample(TICKET.identity, TICKET.encode(), 0, 1, 0, 8, None),
+    PlannedPart([[TICKET.encode()]], [[None]]),
+    Arrival(TICKET.identity, "g", 1, 1, None, TICKET.encode(), TICKET.identity),
+    Mesh(store=f"redis://user:{WORD}@host:6379"),
     Ack("ab" * 16, 3, 9, 0, KEY),
     frames.Record(frames.Kind.READ, 3, 9, 0, KEY, 8),
     messages.FeedHello(WORD, "replica"),

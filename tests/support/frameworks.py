@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import importlib.util
+import os
 import re
 import tempfile
 from collections import defaultdict
@@ -53,7 +54,7 @@ ALLOWED = {
 
 @contextlib.contextmanager
 def _alone_with_ray() -> Iterator[None]:
-    with (Path(tempfile.gettempdir()) / "payload-transport-tests-with-ray").open("w") as file:
+    with (Path(tempfile.gettempdir()) / f"payload-transport-tests-with-ray-{os.geteuid()}").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

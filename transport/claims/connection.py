@@ -83,7 +83,7 @@ _LONGEST_DELAY_S: Final = 1e6  # 32 bits of milliseconds
 _RENEWALS: Final = 4  # in the time of a lease
 _SPENT: Final = frames.MESSAGE_NUMBERS // 2  # the others are for what is in hand, whose ends may be a message each
 _REFUSED: Final = 1
-_WRITTEN: Final = 12  # of an answer without payloads: no more are written, and others hold what is left
+_WRITTEN: Final = frames.WRITTEN
 # Before Python 3.12 each look at a member of an enumeration is a call.
 _CONSUMED, _GIVEN_BACK, _FINISH, _GIVE_BACK = Verdict.CONSUMED, Verdict.GIVEN_BACK, Kind.FINISH, Kind.GIVE_BACK
 _ENDINGS: Final = {Verdict.DISCARDED: Ended.DISCARDED, Verdict.DEAD: Ended.DEAD, Verdict.AGED: Ended.AGED}

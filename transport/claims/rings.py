@@ -178,8 +178,13 @@ class FoundRings(TicketQueue):
             own._served, self._max_deliveries, self._here.bell.ring, thread, client.claims, contents
         )
         own._begin()
-        client.why_nothing = own._waiting.text
+        if contents:
+            own.says_why(client)
         return own
+
+    def says_why(self, client: Carrier) -> None:
+        """Have the client's status say why nothing comes to this user."""
+        client.why_nothing = self._waiting.text
 
     def disconnect(self, client: Carrier) -> None:
         for key in [key for key in list(self._networks) if key[0] is client]:

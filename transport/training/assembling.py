@@ -11,12 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
+from transport.runtime.decoders import hiding
 from transport.ticket import Ticket
 from transport.training.holding import Delivery
 
 SETTLE_S: Final = 1.0  # in which samples of other rings come that were written before `end_group`
 
 
+@hiding("note")
 class Arrival(NamedTuple):
     """A sample whose claim is held.
 

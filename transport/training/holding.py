@@ -30,6 +30,7 @@ from transport.claims.rings import FoundRings
 from transport.claims.taken_part import TakenPart
 from transport.errors import ClosedError
 from transport.ring.batch import columns_of
+from transport.runtime.decoders import hiding
 from transport.ticket import Ticket
 from transport.training.payloads import ring_of
 
@@ -39,6 +40,7 @@ Delivery = tuple[str, int, int]
 _OPEN, _CONSUMED = int(Verdict.OPEN), int(Verdict.CONSUMED)
 
 
+@hiding("note")
 class Sample(NamedTuple):
     """A payload that was claimed, without its bytes; or the end of a group (`Ticket.ends_group`).
 

@@ -9,11 +9,13 @@ import msgspec
 
 from transport.errors import UsageError
 from transport.runtime.arguments import at_least
+from transport.runtime.decoders import hiding
 
 if TYPE_CHECKING:
     from transport.store.base import Store
 
 
+@hiding("store")
 class Mesh(msgspec.Struct, frozen=True):
     """The ranks of one model: ``dp`` data-parallel replicas of ``tp`` ranks each.
 

@@ -23,7 +23,7 @@ from typing import Final, Literal, NamedTuple
 import msgspec
 
 from transport.errors import RankError
-from transport.runtime.decoders import ready
+from transport.runtime.decoders import hiding, ready
 from transport.store.base import ABSENT, Change, Store, check_key
 from transport.store.decision import Next, advance, decide
 from transport.store.stored import decode, encode
@@ -88,6 +88,7 @@ class PlannedStep(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
         return [[Sample(*each) for each in micro] for micro in self.layout[replica]]
 
 
+@hiding("tickets")
 class PlannedPart(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What a replica reads: of each micro-batch the tickets, encoded, and the versions of their policies."""
 
@@ -105,7 +106,7 @@ class _Void(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 class _Planner(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Who plans."""
 
-    token: str
+    process: str
     rank: int
 
 

@@ -216,9 +216,9 @@ class Trainer:
             seconds(timeout_s, "timeout_s of take()")
         if fill_s:
             seconds(fill_s, "fill_s of take()")
-        if not self._calls.acquire(blocking=False):
+        if self._calls.locked():
             raise UsageError("another thread takes from this trainer at the moment: give each thread a Trainer")
-        try:
+        with self._calls:  # an interrupt finds no moment between the taking and the block
             if self._closed:
                 raise ClosedError("this trainer is closed; make a new one")
             if self._steps is not None:
@@ -227,8 +227,6 @@ class Trainer:
                 self._book.settle(_UNANSWERED)
             self._book.let_go_of_slots()
             return self._take(n, time.monotonic() + timeout_s, fill_s)
-        finally:
-            self._calls.release()
 
     def _take(self, n: int, give_up: float, fill_s: float) -> Batch | None:
         oldest = None if self._max_age is None else self._oldest(self._max_age)
@@ -443,6 +441,7 @@ class Trainer:
             crowded=lambda: self._holds.crowded(_CROWDED),
         )
         self._holds.incomplete = planner.waiting
+        self._holds.says_why(self._client)
         self._steps = Steps(
             self._thread,
             self._client,
