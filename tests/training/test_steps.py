@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import threading
 from collections import Counter
@@ -14,7 +15,7 @@ import pytest
 from found_rings import LONG_S, ring_of
 
 from transport import Schema, SharedRingBuffer, UpTo
-from transport.errors import ConfigurationError, RankError, UsageError
+from transport.errors import ClosedError, ConfigurationError, RankError, UsageError
 from transport.group import GROUP_END, in_group
 from transport.packer.consumed_record import ConsumedRecord
 from transport.store.memory import MemoryStore
@@ -256,6 +257,20 @@ def test_steps_are_learned_in_their_order(ring: SharedRingBuffer, prefix: str) -
                 call()
         first.consume()
         second.consume()
+
+
+def test_a_forked_child_consumes_no_step_of_its_parent(ring: SharedRingBuffer, prefix: str) -> None:
+    write(ring, "p", 1)
+    with trainer_of(prefix) as trainer:
+        step = next(iter(trainer.steps(1)))
+        if (child := os.fork()) == 0:
+            try:
+                step.consume()
+            except ClosedError:
+                os._exit(7)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        step.consume()
 
 
 def test_what_steps_cannot_do_is_refused(ring: SharedRingBuffer, prefix: str) -> None:

@@ -164,7 +164,7 @@ class PackerSession:
 
     def statistics(self) -> PackerStatistics:
         """Return the counters of this moment."""
-        return PackerStatistics(returned=0, **self.counts, client=self.thread.run(_statistics(self.client)))
+        return PackerStatistics(returned=0, **self.counts, client=self.thread.run(statistics_of(self.client)))
 
 
 def open_session(
@@ -182,7 +182,7 @@ def open_session(
     with contextlib.ExitStack() as undo:
         thread = LoopThread("transport data packer")
         undo.callback(thread.close)
-        client = thread.run(_make_client(thread, schemas, wire, settings, options))
+        client = thread.run(make_client(thread, schemas, wire, settings, options))
         shown = undo.enter_context(contextlib.ExitStack())
         show = shown.enter_context(bar("payloads")) if progress == "bar" else progress or silent
         session = PackerSession(client, thread, settings, rank, record, show, shown, fetch)
@@ -190,14 +190,14 @@ def open_session(
     return session
 
 
-async def _make_client(
+async def make_client(
     thread: LoopThread,
     schemas: Sequence[Schema],
     wire: WirePolicy,
     settings: Settings,
     options: ClientOptions,
 ) -> UCXXClient:
-    """Make the session's client. Always ack="manual": a payload is acknowledged when its batch is consumed."""
+    """Make the client of a session or a `Trainer`, closed with its thread. What is used is acknowledged by hand."""
     client = UCXXClient(
         schemas=schemas,
         wire=wire,
@@ -213,7 +213,8 @@ async def _make_client(
     return client
 
 
-async def _statistics(client: UCXXClient) -> ClientStatistics:
+async def statistics_of(client: UCXXClient) -> ClientStatistics:
+    """Return the client's counters, on its loop."""
     return client.statistics()
 
 

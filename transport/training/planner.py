@@ -189,17 +189,20 @@ class Planner:
         now = time.monotonic()
         settled_by, voted_by = now + _ANSWERS_S, now + _LAST_S
         self._look_at_steps()
-        while self._consumed and time.monotonic() < settled_by:
-            time.sleep(_SLICE_S / 10)
-            self._look_at_claims()
+        self._settle(settled_by)
         while self._end is not None and self._term and not self._steps.keys().isdisjoint(learned):
             if time.monotonic() >= voted_by:
                 left = sorted(self._steps.keys() & learned)
                 log.warning("steps %s are not consumed by every rank yet: another rank plans on", left)
                 return
             self.turn()
-            while self._consumed and time.monotonic() < voted_by:
-                self._look_at_claims()
+            self._settle(voted_by)
+
+    def _settle(self, give_up: float) -> None:
+        """Wait for the rings' answers, which the loop notes; at a close only."""
+        while self._consumed and time.monotonic() < give_up:
+            time.sleep(_SLICE_S / 10)
+            self._look_at_claims()
 
     # --- leading --------------------------------------------------------------------------------------
     def _begin(self, term: int) -> None:

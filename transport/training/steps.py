@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import random
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -40,7 +41,7 @@ from transport.ring.batch import Gathered
 from transport.ring.batch_shape import Shape
 from transport.runtime.error_text import error_text
 from transport.runtime.logs import LOOK_S, LogLimit
-from transport.runtime.loop_thread import Job, LoopThread
+from transport.runtime.loop_thread import Job, LoopThread, gone
 from transport.schema import Schema
 from transport.settings import Settings
 from transport.ticket import Ticket
@@ -218,6 +219,7 @@ class Steps:
         self._learned = learned
         self._ahead = ahead
         self._closing = self._closed = False
+        self._process = os.getpid()
         self._reading: Job[Step | None] | None = None
         self._waits = LogLimit()
         self._number = self._first()
@@ -466,6 +468,8 @@ class Steps:
 
     def learned(self, step: Step) -> None:
         """Vote that this rank has learned from a step."""
+        if gone(self._process):
+            raise ClosedError("a forked child does not have its parent's steps")
         if self._learned.closed and not self._lasting:
             raise ClosedError(f"this trainer is closed, and has given step {step.number} back")
         self._learned.check_order(step.number, "consume")

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Literal, Self, Unpack
+from typing import TYPE_CHECKING, Final, Literal, Self, Unpack
 
 import msgspec
 import numpy as np
@@ -48,6 +48,7 @@ from transport.observe.metrics import configured_exporter
 from transport.observe.statistics import PackerStatistics
 from transport.packer.consumed_record import ConsumedRecord
 from transport.packer.options import ClientOptions
+from transport.packer.session import make_client, statistics_of
 from transport.ring.batch import Gathered, columns_of
 from transport.ring.batch_shape import Shape, ShapeArguments
 from transport.ring.claiming import check_claim
@@ -165,6 +166,7 @@ class Trainer:
         self._book = Record(ConsumedRecord.from_bytes(record, settings) if isinstance(record, bytes) else record)
         wire = operator.wire_policy if wire is None else wire
         self._mesh = mesh
+        self._device = client.device
         self._step_records: StepRecords | None = None
         self._steps: Steps | None = None
         self._learned = Learned(self._book.consumed_record)
@@ -174,7 +176,9 @@ class Trainer:
             undo.callback(self._end)
             self._thread = thread = LoopThread("transport trainer")
             self._ends.append(thread.close)
-            self._client = self._book.client = thread.run(_client(thread, [*schemas, *parents], wire, settings, client))
+            self._client = self._book.client = thread.run(
+                make_client(thread, [*schemas, *parents], wire, settings, client)
+            )
             if not isinstance(rings, FoundRings):
                 rings = open_queue("rings:" if rings is None else rings)
                 self._ends.append(rings.close)
@@ -420,6 +424,8 @@ class Trainer:
             raise ClosedError("this trainer is closed; make a new one")
         if isinstance(self._rank, str) or self._joined:
             raise UsageError("steps are of payloads for a numbered rank, without joined=True")
+        if self._device is not None:
+            raise UsageError("steps are read into host memory: lay them out on a device by memory=, without device=")
         if self._shape.out is not None:
             raise UsageError("out= is memory of one batch, and micro-batches are several: leave it out for steps")
         if self._steps is not None:
@@ -511,7 +517,7 @@ class Trainer:
             stale=0 if self._steps is None else self._steps.planner.counts.stale_samples,
             returned=book.returned,
             lost_claims=book.lost,
-            client=self._thread.run(_statistics(self._client)),
+            client=self._thread.run(statistics_of(self._client)),
         )
 
     def close(self) -> None:
@@ -730,25 +736,3 @@ async def _live(rings: FoundRings) -> None:
     while True:
         await asyncio.sleep(rings.lease_s / 3)
         rings.heard()
-
-
-async def _client(
-    thread: LoopThread, schemas: Sequence[Schema], wire: WirePolicy, settings: Settings, options: ClientOptions
-) -> UCXXClient:
-    made = UCXXClient(
-        schemas=schemas,
-        wire=wire,
-        ack="manual",
-        settings=settings,
-        secret=options.secret,
-        device=options.device,
-        device_receive=options.device_receive,
-        directory=options.directory,
-        trace=options.trace,
-    )
-    thread.closes(made.close)
-    return made
-
-
-async def _statistics(client: UCXXClient) -> Any:
-    return client.statistics()
