@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import mmap
 import os
 import secrets
 import signal
@@ -178,6 +179,25 @@ def test_reclaim_leaves_a_living_writers_segment(capsys: pytest.CaptureFixture[s
         assert run(["reclaim", ring.name]) == 0
         assert f"in use by writer {os.getpid()}" in capsys.readouterr().out
         assert ring.name in _ring.segments()
+
+
+def test_reclaim_removes_what_ucx_left_of_killed_processes_and_nothing_that_is_mapped(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    left, mapped, fresh = (Path(f"/dev/shm/ucx_shm_posix_{secrets.token_hex(8)}") for _ in range(3))
+    try:
+        for path in (left, mapped, fresh):
+            path.write_bytes(bytes(4096))
+        for path in (left, mapped):
+            os.utime(path, (1.0, 1.0))
+        with mapped.open("r+b") as file, mmap.mmap(file.fileno(), 4096):
+            assert run(["reclaim", "--dry-run", left.name, mapped.name, fresh.name]) == 0
+            assert left.exists() and left.name in capsys.readouterr().out
+            assert run(["reclaim", left.name, mapped.name, fresh.name]) == 0
+        assert not left.exists() and mapped.exists() and fresh.exists()
+    finally:
+        for path in (left, mapped, fresh):
+            path.unlink(missing_ok=True)
 
 
 def test_reclaim_of_an_unknown_ring_fails_and_removes_nothing(

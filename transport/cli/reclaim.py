@@ -6,6 +6,9 @@ Of a ring in a file it removes the name in /dev/shm; the file, and what is unrea
 from __future__ import annotations
 
 import contextlib
+import os
+import re
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,6 +23,8 @@ if TYPE_CHECKING:
 EXAMPLE = "Example: transport reclaim rings:run-7- --dry-run"
 
 _SHARED_MEMORY = Path("/dev/shm")
+_OF_UCX = "ucx_shm_"  # UCX removes the name right after it made the segment, by its default settings
+_LEFT_AFTER_S = 60.0
 
 
 class Segment(msgspec.Struct, kw_only=True):
@@ -42,7 +47,9 @@ class Segment(msgspec.Struct, kw_only=True):
     def __str__(self) -> str:
         """One line."""
         size = shown(self.bytes)
-        if self.unreadable:
+        if self.name.startswith(_OF_UCX):
+            what = "of UCX, used by no process"
+        elif self.unreadable:
             what = f"not readable: {self.unreadable}"
         else:
             what = f"{self.free} free, {self.writing} writing, {self.ready} ready, {self.reading} reading"
@@ -80,16 +87,22 @@ def reclaim(
     """List the ring segments of this host, and remove those whose owners are all dead, unread payloads included.
 
     What lingers for the unread payloads of a killed rollout keeps its ring; the line of the ring says how to end that.
-    A ring's file is never removed, only its name in /dev/shm: delete it yourself when you do not need its payloads.
+    Segments that UCX left in killed processes go as well. A ring's file is never removed, only its name in /dev/shm:
+    delete it yourself when you do not need its payloads.
     """
     from transport import _ring
 
-    chosen = [segment for name in names for segment in _named(name)] if names else _ring.segments()
+    if names:
+        of_ucx = [name for name in names if name.startswith(_OF_UCX)]
+        chosen = [segment for name in names if name not in of_ucx for segment in _named(name)]
+    else:
+        of_ucx, chosen = [f"{_OF_UCX}*"], _ring.segments()
     found = [seen for name in chosen if (seen := _look(name)) is not None]
     for segment, sequence in found:
         if segment.dead and not dry_run:
             _remove(segment, sequence)
     segments = [segment for segment, _ in found]
+    segments += [_unused(path, size, dry_run=dry_run) for path, size in _left_by_ucx(of_ucx).items()]
     removed = [segment for segment in segments if segment.removed]
     freed = sum(segment.bytes for segment in removed if not segment.file)
     report = Report(segments=segments, removed=len(removed), bytes_freed=freed)
@@ -160,3 +173,27 @@ def _remove(segment: Segment, sequence: int) -> None:
         segment.removed = _ring.Ring.unlink_if_dead(segment.name, gives_up_to=sequence)
     except RingError as error:
         segment.unreadable = str(error)
+
+
+def _left_by_ucx(patterns: list[str]) -> dict[Path, int]:
+    """Return the segments that UCX left, and their bytes: a process was killed before it removed the name."""
+    old: dict[Path, int] = {}
+    for path in (path for pattern in patterns for path in _SHARED_MEMORY.glob(pattern)):
+        with contextlib.suppress(FileNotFoundError):
+            seen = path.stat()
+            if time.time() - seen.st_mtime > _LEFT_AFTER_S and os.geteuid() in (0, seen.st_uid):
+                old[path] = seen.st_blocks * 512
+    if not old:
+        return old
+    used: set[str] = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):  # its process has ended, or is of another user, who cannot map ours
+            used.update(re.findall(rf"/dev/shm/({_OF_UCX}\S+)", maps.read_text(errors="replace")))
+    return {path: size for path, size in old.items() if path.name not in used}
+
+
+def _unused(path: Path, size: int, *, dry_run: bool) -> Segment:
+    """Describe a segment that UCX left, and remove it."""
+    if not dry_run:
+        path.unlink(missing_ok=True)
+    return Segment(name=path.name, bytes=size, dead=True, removed=not dry_run)
