@@ -32,10 +32,11 @@ def warmed(packer: Packer) -> None:
     packer._ucxx.warming.result(20)
 
 
-def test_the_first_batch_finds_its_connections() -> None:
+@pytest.mark.parametrize("addresses", [(), ("::1",)])
+def test_the_first_batch_finds_its_connections(addresses: tuple[str, ...]) -> None:
     worker, packer, directory = Worker(), Packer(), Directory(MemoryStore())
     try:
-        server = ServerOptions(ports=(0, 0), directory=directory)
+        server = ServerOptions(ports=(0, 0), directory=directory, addresses=addresses)
         worker.setup_ucxx(SCHEMA, slots=16, mode="thread", server=server)
         options = ClientOptions(directory=directory)
         packer.setup_ucxx_packer(schemas=[SCHEMA], wire={"tcp"}, client=options)

@@ -13,7 +13,7 @@ from transport.client.client import UCXXClient
 from transport.errors import TransportError
 from transport.store.directory import Directory
 from transport.ticket import host_identity
-from transport.wire.addresses import LOOPBACK
+from transport.wire.addresses import host_port, loopback_of
 
 log = logging.getLogger(__name__)
 
@@ -42,9 +42,10 @@ def known_places(directory: Directory) -> list[str]:
     places: list[str] = []
     try:
         for serving in directory.all():
-            host = LOOPBACK if serving.host == host_identity() else next(iter(serving.addresses), None)
+            here = serving.host == host_identity()
+            host = loopback_of(serving.addresses) if here else next(iter(serving.addresses), None)
             if host is not None:
-                places += [f"{host}:{port}" for port in serving.ports]
+                places += [host_port(host, port) for port in serving.ports]
     except TransportError as error:  # whatever was found until then
         log.info("warming up: rings could not be looked up: %s", error)
     return places
