@@ -288,6 +288,15 @@ def test_a_run_hears_that_the_notice_of_an_earlier_one_stands_in_its_store(
         assert "50" in said
 
 
+def test_a_notice_that_cannot_be_read_is_none_and_is_replaced(tmp_path: Path) -> None:
+    with SQLiteStore(tmp_path / "directory.sqlite") as store:
+        store.put("notices/policy", b"\xff")
+    with open_queue(f"rings+sqlite://{tmp_path}/directory.sqlite") as queue:
+        assert queue.latest("policy") is None
+        assert queue.announce("policy", 1, b"one")
+        assert queue.latest("policy").payload == b"one"
+
+
 @pytest.mark.parametrize("killed", [False, True], ids=["closed", "killed"])
 def test_notices_of_one_host_outlive_an_announcer_while_another_lives(prefix: str, killed: bool) -> None:
     with open_queue(f"rings:{prefix}") as reader:

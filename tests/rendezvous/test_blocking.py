@@ -17,7 +17,7 @@ from transport.rendezvous.blocking import BlockingRendezvous
 from transport.store import SQLiteStore
 
 RULES = Rules(
-    least=1, most=2, lease_s=2.0, poll_s=0.1, last_call_s=2.0, settle_s=0.2, grow=True,
+    least=1, most=2, lease_s=2.0, poll_s=0.1, last_call_s=2.0, grow=True,
     store_patience_s=1.0, done_stays=True,
 )  # fmt: skip
 

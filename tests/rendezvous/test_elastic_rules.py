@@ -12,15 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from simulated_run import SimulatedMember, SimulatedRun
 
-from transport.errors import ConfigurationError
 from transport.rendezvous.decisions import OpenNext, Snapshot, decide, place, position
 from transport.rendezvous.member_states import State
 from transport.rendezvous.records import Peer, Phase, Reason, Round, Seat, Status
 from transport.rendezvous.rules import Rules
 
-RULES = Rules(
-    least=1, most=3, lease_s=10.0, last_call_s=20.0, settle_s=1.0, join_timeout_s=60.0, grow=True, done_stays=True
-)
+RULES = Rules(least=1, most=3, lease_s=10.0, last_call_s=20.0, join_timeout_s=60.0, grow=True, done_stays=True)
 
 
 @pytest.fixture
@@ -198,8 +195,3 @@ def test_a_members_position_is_in_its_seat(run: SimulatedRun) -> None:
     again(members)
     run.run(4)
     assert ranks(members) == [1, 0]
-
-
-def test_a_gate_cannot_settle_after_the_last_call() -> None:
-    with pytest.raises(ConfigurationError, match="settle_s"):
-        Rules(settle_s=31.0)

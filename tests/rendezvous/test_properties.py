@@ -216,7 +216,7 @@ class RunOfMembers(RuleBasedStateMachine):
 class ElasticRun(RunOfMembers):
     """With the rules of launchers that restart their work by themselves."""
 
-    the_rules = msgspec.structs.replace(RULES, least=1, grow=True, settle_s=1.0, done_stays=True)
+    the_rules = msgspec.structs.replace(RULES, least=1, grow=True, done_stays=True)
 
 
 TestRunOfMembers = RunOfMembers.TestCase

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import math
+from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
 
+import transport
 from transport.errors import StoreUnsuitableError, UsageError
 from transport.store.base import Entry
-from transport.store.stored import decode, decode_each, encode
+from transport.store.stored import decode, decode_each, encode, readable
+
+WRITERS = "put", "compare_and_set", "Change"  # a value is their second argument
 
 
 class Counted(msgspec.Struct, frozen=True):
@@ -48,3 +54,45 @@ def test_of_several_records_one_that_cannot_be_read_is_left_out_and_told_once(ca
     for _ in range(3):
         assert decode_each(Counted, found) == {"good": Counted("a")}
     assert [record.getMessage().count("'bad'") for record in caplog.records] == [1]
+    assert readable(Counted, "bad", found["bad"]) is None
+    assert readable(Counted, "absent", None) is None
+
+
+@pytest.mark.parametrize("value", ["text", 7])
+def test_texts_and_numbers_are_records_too(value: str | int) -> None:
+    assert decode(type(value), "k", encode(value)) == value
+    with pytest.raises(StoreUnsuitableError):
+        decode(Counted, "k", encode(value))
+
+
+def written(source: Path) -> Iterator[str]:
+    """The values that a file writes into stores, as it spells them, but those that it has from `encode`."""
+    for function in ast.walk(ast.parse(source.read_text())):
+        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        encoded = {"None"}
+        for node in ast.walk(function):
+            if isinstance(node, ast.Assign) and "encode(" in ast.unparse(node.value):
+                encoded |= {name.id for name in ast.walk(node.targets[0]) if isinstance(name, ast.Name)}
+        for node in ast.walk(function):
+            if not isinstance(node, ast.Call):
+                continue
+            spelled = ast.unparse(node.func)
+            owner, _, name = spelled.rpartition(".")
+            if name in WRITERS and (name == "Change" or owner.endswith("store")):
+                value = ast.unparse(node.args[1]) if len(node.args) > 1 else ""
+                if value not in encoded and not value.startswith("encode("):
+                    yield f"{source.name}:{node.lineno}: {spelled} writes {value}"
+
+
+def test_every_record_that_the_package_writes_comes_from_encode() -> None:
+    package = Path(transport.__file__).parent
+    stores = {package / "store" / f"{name}.py" for name in ("base", "memory", "redis", "sqlite")}
+    stores.add(package / "adapters" / "ray.py")
+    files = [path for path in package.rglob("*.py") if path not in stores]
+    assert [each for path in files for each in written(path)] == []
+    assert list(written(Path(__file__)))  # of the function below
+
+
+def writes_something_else(store: transport.store.Store) -> None:
+    store.put("key", b"of another program")

@@ -17,7 +17,8 @@ from queue_waits import in_thread
 from transport.errors import ClosedError, StoreUnavailableError, UsageError
 from transport.store import ABSENT, Change, Entry, Store
 from transport.store.base import MOST_KEY_BYTES, MOST_VALUE_BYTES
-from transport.store.decision import Next, advance, decide, decide_all, decided, wait_decided
+from transport.store.decision import Next, advance, decide
+from transport.store.stored import encode
 
 LEASE_S = 60.0
 
@@ -306,29 +307,24 @@ class StoreConformance:
 
     # --- final decisions (transport.store.decision) ----------------------------------------------
     def test_the_first_proposal_is_the_decision_for_all(self, harness: Harness, store: Store) -> None:
-        assert decided(store, "d") is None
-        assert wait_decided(store, "d", 0.01) is None
-        assert decide(store, "d", b"first") == b"first"
-        assert decide(harness.open(), "d", b"second") == b"first"
-        assert decide(store, "d", b"third") == b"first"
-        assert decided(harness.open(), "d") == wait_decided(store, "d", 30) == b"first"
+        assert decide(store, "d", "first") == "first"
+        assert decide(harness.open(), "d", "second") == "first"
+        assert decide(store, "d", "third") == "first"
 
     def test_deciders_at_the_same_time_get_one_decision(self, harness: Harness, store: Store) -> None:
         stores = [harness.open() for _ in range(4)]
         for number in range(20):
             begin = threading.Barrier(len(stores) + 1)
-            waiting, thread = in_thread(lambda key=f"d/{number}": wait_decided(store, key, 30))  # type: ignore[misc]
 
-            def propose(own: int, key: str = f"d/{number}", begin: threading.Barrier = begin) -> bytes:
+            def propose(own: int, key: str = f"d/{number}", begin: threading.Barrier = begin) -> str:
                 begin.wait()
-                return decide(stores[own], key, b"by %d" % own)
+                return decide(stores[own], key, f"by {own}")
 
             found = [in_thread(lambda own=own: propose(own)) for own in range(len(stores))]  # type: ignore[misc]
             begin.wait()
             for _, each in found:
                 each.join()
-            thread.join()
-            assert {answers[0] for answers, _ in found} == {waiting[0]}
+            assert len({answers[0] for answers, _ in found}) == 1
 
     @pytest.mark.parametrize("written", [True, False])
     def test_a_decider_whose_answer_was_lost_asks_again(
@@ -344,38 +340,32 @@ class StoreConformance:
         with monkeypatch.context() as cut:
             cut.setattr(type(store), "put_many", lose)
             with pytest.raises(StoreUnavailableError):
-                decide(store, "d", b"mine")
-        other = decide(harness.open(), "d", b"another's")
-        assert decide(store, "d", b"mine") == other == (b"mine" if written else b"another's")
+                decide(store, "d", "mine")
+        other = decide(harness.open(), "d", "another's")
+        assert decide(store, "d", "mine") == other == ("mine" if written else "another's")
 
     def test_a_decision_with_a_lease_is_forgotten_with_it(self, harness: Harness, store: Store) -> None:
-        assert decide(store, "d", b"first", lease_s=LEASE_S) == b"first"
+        assert decide(store, "d", "first", lease_s=LEASE_S) == "first"
         harness.advance(LEASE_S)
-        assert decided(store, "d") is None
-        assert decide(store, "d", b"second") == b"second"
-
-    def test_what_is_open_of_several_decisions_is_decided_together(self, harness: Harness, store: Store) -> None:
-        assert decide(store, "d/1", b"first") == b"first"
-        assert decide_all(harness.open(), {"d/1": b"second", "d/2": b"second"}) == {"d/1": b"first", "d/2": b"second"}
-        assert decide_all(store, {"d/1": b"third", "d/2": b"third"}) == {"d/1": b"first", "d/2": b"second"}
-        assert decide_all(store, {}) == {}
+        assert store.get("d") is None
+        assert decide(store, "d", "second") == "second"
 
     # --- records that advance to a final value -----------------------------------------------------
     def test_each_value_is_made_of_the_one_that_stands_until_one_is_final(self, harness: Harness, store: Store) -> None:
         """Four advance one record at a time; with each step another record is written or not at all."""
         stores = [harness.open() for _ in range(4)]
         begin = threading.Barrier(len(stores))
-        steps, final = 40, b"40"
+        final = 40
 
-        def lead(own: int) -> bytes | None:
-            def step(standing: bytes | None) -> Next | None:
+        def lead(own: int) -> int | None:
+            def step(standing: int | None) -> Next[int] | None:
                 if standing == final:
                     return None
-                number = int(standing or b"0") + 1
-                return Next(b"%d" % number, [Change(f"also/{number}", b"by %d" % own, ABSENT)])
+                number = (standing or 0) + 1
+                return Next(number, [Change(f"also/{number}", b"by %d" % own, ABSENT)])
 
             begin.wait()
-            while (found := advance(stores[own], "state", step)) != final:
+            while (found := advance(stores[own], "state", int, step)) != final:
                 assert found is not None
             return found
 
@@ -383,31 +373,38 @@ class StoreConformance:
         for _, thread in running:
             thread.join()
         assert [found for found, _ in running] == [[final]] * len(stores)
-        assert len(store.scan("also/")) == steps
+        assert len(store.scan("also/")) == final
 
     def test_a_step_that_was_overtaken_is_made_again(self, harness: Harness, store: Store) -> None:
         other = harness.open()
-        seen: list[bytes | None] = []
+        seen: list[str | None] = []
 
-        def step(standing: bytes | None) -> Next | None:
+        def step(standing: str | None) -> Next[str] | None:
             seen.append(standing)
             if standing is None:
-                other.put("state", b"another's")
-            return Next((standing or b"") + b" and mine", [Change("also", b"1")])
+                other.put("state", encode("another's"))
+            return Next(f"{standing} and mine", [Change("also", b"1")])
 
-        assert advance(store, "state", step) == b"another's and mine"
-        assert seen == [None, b"another's"]
-        assert advance(other, "state", lambda standing: None) == b"another's and mine"
-        assert advance(other, "none", lambda standing: None) is None
+        assert advance(store, "state", str, step) == "another's and mine"
+        assert seen == [None, "another's"]
+        assert advance(other, "state", str, lambda standing: None) == "another's and mine"
+        assert advance(other, "none", str, lambda standing: None) is None
 
     def test_a_step_that_raises_changes_nothing(self, store: Store) -> None:
-        def fail(standing: bytes | None) -> Next | None:
+        def fail(standing: int | None) -> Next[int] | None:
             raise KeyError(standing)
 
         store.put("state", b"1")
         with pytest.raises(KeyError):
-            advance(store, "state", fail)
-        assert decided(store, "state") == b"1"
+            advance(store, "state", int, fail)
+        assert store.get("state").value == b"1"
+
+    def test_what_its_readers_would_refuse_does_not_advance_a_record(self, store: Store) -> None:
+        with pytest.raises(UsageError):
+            advance(store, "state", str, lambda standing: Next("\udc80"))
+        with pytest.raises(UsageError):
+            decide(store, "d", "\udc80")
+        assert store.get_many(["state", "d"]) == [None, None]
 
     # --- what is refused -------------------------------------------------------------------------
     @pytest.mark.parametrize("key", ["", "a b", "ä", "a\n", "x" * (MOST_KEY_BYTES + 1)])

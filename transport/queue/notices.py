@@ -21,7 +21,6 @@ from transport.errors import (
     PayloadTooLargeError,
     RingBusyError,
     RingError,
-    StoreError,
     UsageError,
 )
 from transport.queue.base import Notice
@@ -29,6 +28,7 @@ from transport.ring.attachment import belongs, remove_dead, remove_if_dead
 from transport.ring.buffer import SharedRingBuffer
 from transport.runtime.decoders import ready
 from transport.store.base import ABSENT, Store
+from transport.store.stored import encode, readable
 
 _SLOTS: Final = 4
 _MOST_BYTES: Final = 64 << 10
@@ -79,38 +79,32 @@ class StoreNotices:
         self._store = store
 
     def announce(self, topic: str, version: int, payload: bytes) -> bool:
-        """Replace what is older."""
+        """Replace what is older, or cannot be read."""
+        key, value = _PREFIX + topic, encode(_Said(version, bytes(memoryview(payload))))
         while True:
-            entry = self._store.get(_PREFIX + topic)
-            if entry is not None and _said(entry.value).version >= version:
+            entry = self._store.get(key)
+            said = readable(_Said, key, entry)
+            if said is not None and said.version >= version:
                 return False
-            value = msgspec.msgpack.encode(_Said(version, bytes(memoryview(payload))))
-            if self._store.compare_and_set(_PREFIX + topic, value, entry.version if entry else ABSENT) is not None:
+            if self._store.compare_and_set(key, value, entry.version if entry else ABSENT) is not None:
                 return True
 
     def latest(self, topic: str, newer_than: int | None, timeout_s: float, closed: threading.Event) -> Notice | None:
         """What the record says."""
         give_up = time.monotonic() + timeout_s
-        entry = self._store.get(_PREFIX + topic)
+        key = _PREFIX + topic
+        entry = self._store.get(key)
         while True:
-            if entry is not None:
-                said = _said(entry.value)
-                if newer_than is None or said.version > newer_than:
-                    return Notice(topic, said.version, said.payload)
+            said = readable(_Said, key, entry)
+            if said is not None and (newer_than is None or said.version > newer_than):
+                return Notice(topic, said.version, said.payload)
             left_s = give_up - time.monotonic()
             if left_s <= 0 or closed.is_set():
                 return None
-            entry = self._store.watch(_PREFIX + topic, entry.version if entry else ABSENT, min(left_s, _SLICE_S))
+            entry = self._store.watch(key, entry.version if entry else ABSENT, min(left_s, _SLICE_S))
 
     def close(self) -> None:
         """The store is its owner's."""
-
-
-def _said(value: bytes) -> _Said:
-    try:
-        return msgspec.msgpack.decode(value, type=_Said)
-    except msgspec.MsgspecError as error:
-        raise StoreError(f"malformed notice: {error}") from error
 
 
 def _beginning(prefix: str) -> str:
@@ -228,7 +222,8 @@ def _newest(ring: SharedRingBuffer) -> _Said | None:
             data = bytes(ring.native.payload(slot)[: info.length])
             if ring.native.info(slot).generation != info.generation or _ring.checksum(data) != info.checksum:
                 continue
-            said = _said(data)
-            if newest is None or said.version > newest.version:
-                newest = said
+            with contextlib.suppress(msgspec.MsgspecError):  # of another program
+                said = msgspec.msgpack.decode(data, type=_Said)
+                if newest is None or said.version > newest.version:
+                    newest = said
     return newest

@@ -46,22 +46,20 @@ def close_run(
         StoreError: the store failed. Whether the run is closed is unknown; call again to find out.
     """
 
-    def step(standing: bytes | None) -> Next | None:
-        if standing is None:
+    def step(current: Round | None) -> Next[Round] | None:
+        if current is None:
             raise RunLostError(f"run {keys.run} is not in the store")
-        current = decode(Round, keys.round, standing)
         if member is not None and member.incarnation not in (None, current.incarnation):
             raise RunLostError(f"the store now contains another run named {keys.run}")
         if current.closing is not None:
             return None
         if member is not None and 0 < member.round < current.number:
             raise StaleRoundError(f"round {member.round} is over; round {current.number} decides about run {keys.run}")
-        return Next(encode(closed(keys.run, current, reason, by, message)))
+        return Next(closed(keys.run, current, reason, by, message))
 
-    last = advance(store, keys.round, step)
-    closing = None if last is None else decode(Round, keys.round, last).closing
-    assert closing is not None  # the step returns one, leaves one, or raises
-    return closing
+    last = advance(store, keys.round, Round, step)
+    assert last is not None and last.closing is not None  # the step returns one, leaves one, or raises
+    return last.closing
 
 
 class Archive:

@@ -34,7 +34,7 @@ class Snapshot(NamedTuple):
         seats: seats of this round in the store, in any order.
         active: members with a rank, in the order of ranks: of this round if it runs, else of the previous round.
         returning: members of ``active`` whose leases of the previous round still run, while this round is open.
-        open_s: seconds for which this host has seen the round open.
+        open_s: seconds since this host has first seen the round open.
         waiting: members that wait as spares, where the rules need to know them. Some may have joined meanwhile.
     """
 
@@ -101,7 +101,7 @@ def _full(snapshot: Snapshot, rules: Rules) -> Act | None:
 
 
 def _settled(snapshot: Snapshot, rules: Rules) -> Act | None:
-    if rules.settle_s is None or snapshot.round.number == 1 or snapshot.open_s < rules.settle_s:
+    if snapshot.round.number == 1 or snapshot.open_s < rules.settle_s:
         return None  # of the first round it is not known who will come
     seats = _current(snapshot)
     missing = (snapshot.returning | snapshot.waiting) - {seat.member for seat in seats}

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from transport.errors import StoreError, StoreUnsuitableError
+from transport.errors import StoreError
 from transport.rendezvous.closing import closed
 from transport.rendezvous.decisions import Act, Close, Complete, OpenNext, Snapshot, decide, without
 from transport.rendezvous.leased import Leased
@@ -20,11 +20,9 @@ from transport.rendezvous.records import Closing, Keys, Peer, Phase, Place, Role
 from transport.rendezvous.rules import Rules
 from transport.store.base import ABSENT, Change, Entry, Store
 from transport.store.decision import Next, advance
-from transport.store.stored import decode, decode_each, encode
+from transport.store.stored import decode, decode_each, encode, readable
 
 log = logging.getLogger(__name__)
-
-_MOST_SLOTS = 1 << 20  # of a round; a larger counter is not one of this package
 
 
 class Hosting:
@@ -37,8 +35,7 @@ class Hosting:
         self._keys = keys
         self._me = member
         self._rules = rules
-        self._watched: tuple[int, int] | None = None  # round and term whose gate has been seen open, since `_since`
-        self._since = 0.0
+        self._opened = 0, 0.0  # the open round that was seen last, and since when
         self._roster: Roster | None = None  # the last that was read
 
     # --- the host's lease -----------------------------------------------------------------------------
@@ -46,6 +43,12 @@ class Hosting:
         """Compare with the store: this member is host while round and lease name it."""
         if lease is None or lease.version != self.held.version or current is None or current.host != self._me:
             self.held.version = ABSENT
+
+    def open_s(self, current: Round, now: float) -> float:
+        """Return the seconds since this member has first seen an open round, as host or before."""
+        if self._opened[0] != current.number:
+            self._opened = current.number, now
+        return now - self._opened[1]
 
     def found(self, incarnation: str, now: float) -> None:
         """Open the first round, unless another member does."""
@@ -69,7 +72,7 @@ class Hosting:
         return self._win(Change(self._keys.round, encode(mine), version), ABSENT, term, now)
 
     def _win(self, change: Change, expected: int | None, term: int, now: float) -> bool:
-        lease = Change(self._keys.host, str(term).encode(), expected, self._rules.lease_s)
+        lease = Change(self._keys.host, encode(term), expected, self._rules.lease_s)
         versions = self._store.put_many([change, lease])
         if versions is None:
             return False
@@ -90,10 +93,9 @@ class Hosting:
         """Read a snapshot, decide and write; returns the closing if that closed the run. Raises StoreError."""
         after: Round | None = None
 
-        def step(standing: bytes | None) -> Next | None:
+        def step(current: Round | None) -> Next[Round] | None:
             nonlocal after
             after = None
-            current = None if standing is None else decode(Round, self._keys.round, standing)
             if current is None or current.host != self._me or current.phase is Phase.CLOSED:
                 return None
             gate = current.phase is Phase.OPEN
@@ -103,9 +105,9 @@ class Hosting:
             if act is None:
                 return None
             after, changes = self._after(act, snapshot)
-            return Next(encode(after), changes)
+            return Next(after, changes)
 
-        advance(self._store, self._keys.round, step)
+        advance(self._store, self._keys.round, Round, step)
         if after is None:
             return None
         log.info("host %s: round %d is %s (%s)", self._me, after.number, after.phase, after.why)
@@ -117,11 +119,10 @@ class Hosting:
 
     def _gate(self, current: Round, now: float) -> Snapshot:
         """Return a snapshot of the members that joined; cheap while there are too few."""
-        if self._watched != (current.number, current.term):
-            self._watched, self._since = (current.number, current.term), now
-        open_s = now - self._since
+        open_s = self.open_s(current, now)
         key = self._keys.slots(current.number)
-        taken = _number(key, self._store.get(key))
+        counter = self._store.get(key)
+        taken = 0 if counter is None else decode(int, key, counter.value)
         if taken < current.least and open_s < self._rules.join_timeout_s:
             return Snapshot(current, (), open_s=open_s)
         last = current.number - 1
@@ -161,8 +162,7 @@ class Hosting:
             return ()
         if self._roster is None or self._roster.round != number:
             key = self._keys.roster(number)
-            entry = self._store.get(key)
-            roster = None if entry is None else decode_each(Roster, {key: entry}).get(key)
+            roster = readable(Roster, key, self._store.get(key))
             if roster is None or roster.round != number:
                 roster = Roster(round=number, peers=())
             self._roster = roster
@@ -196,13 +196,3 @@ class Hosting:
 
     def _forget(self, number: int) -> None:
         self._store.delete_all(list(self._store.scan(self._keys.of_round(number))))
-
-
-def _number(key: str, entry: Entry | None) -> int:
-    try:
-        taken = 0 if entry is None else int(entry.value)
-    except ValueError:
-        taken = -1
-    if not 0 <= taken <= _MOST_SLOTS:
-        raise StoreUnsuitableError(f"the store has no valid slot counter under {key!r}; choose another run name")
-    return taken

@@ -24,7 +24,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from transport.errors import ClosedError, RunLostError, StoreError, UsageError
+from transport.errors import ClosedError, RunLostError, TransportError, UsageError
 from transport.rendezvous.closing import Archive
 from transport.rendezvous.member_states import State, View
 from transport.rendezvous.records import Closing, Place, Reason, Roster, Status
@@ -73,7 +73,6 @@ class Rendezvous:
         self._store = store
         self._stopping = threading.Event()  # the member leaves
         self._thread = threading.Thread(target=self._live, name="transport rendezvous", daemon=True)
-        self._failure: Exception | None = None  # that has ended the thread
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pid = os.getpid()
         self._changed = asyncio.Event()
@@ -101,7 +100,7 @@ class Rendezvous:
     @property
     def in_round(self) -> bool:
         """Whether this member has a rank in a running round. Otherwise its work must stop. Never waits."""
-        return self._session.view.state is State.ACTIVE and self._failure is None
+        return self._session.view.state is State.ACTIVE
 
     @property
     def is_host(self) -> bool:
@@ -219,12 +218,10 @@ class Rendezvous:
                     break
                 try:
                     self._store.watch(session.keys.round, session.version, session.wait_s())
-                except StoreError:
+                except TransportError:
                     self._stopping.wait(session.rules.poll_s)  # the next step handles the error
-            session.leave()
-        except Exception as error:
-            log.debug("%r failed", session, exc_info=True)
-            self._failure = error
+            with contextlib.suppress(ClosedError):  # the store: its leases end by themselves
+                session.leave()
         finally:
             self._tell()
 
@@ -246,8 +243,6 @@ class Rendezvous:
         check_loop(self._loop, self._pid, "this rendezvous", "make a member for each loop")
 
     def _view(self) -> View:
-        if self._failure is not None:
-            raise self._failure
         view = self._session.view
         if view.state is State.ENDED and view.closing is None:
             raise view.error or RunLostError("the run's end is unknown: neither store nor archive has it")

@@ -42,9 +42,9 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             member of the previous one whose lease still runs it waits for ``lease_s`` at least.
         store_patience_s: a store that is unavailable for so long is lost.
         most_rounds: the run fails instead of opening one more round; None: no limit.
-        grow: a spare ends a round that has fewer than ``most`` members, so that the next one has it as well.
-        settle_s: a later round than the first closes its gate when no member is missing that is known to be alive, and
-            it has been open for so long. None: ``last_call_s`` counts in every round.
+        grow: a spare ends a round that has fewer than ``most`` members, so that the next one has it as well. Since no
+            newcomer misses a round then, a later one closes its gate after one poll, if nobody is missing that is known
+            to be alive.
         done_stays: work that was reported as done stays done when its member ends. Such a member does not come back.
     """
 
@@ -57,7 +57,6 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     store_patience_s: float = 60.0
     most_rounds: int | None = None
     grow: bool = False
-    settle_s: float | None = None
     done_stays: bool = False
     exit_codes: ExitCodes = ExitCodes()
 
@@ -70,6 +69,11 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     def beat_s(self) -> float:
         """Seconds between renewals: two may fail before the lease ends, and a long lease covers a long outage."""
         return min(self.lease_s / 3, _MOST_BEAT_S)
+
+    @property
+    def settle_s(self) -> float:
+        """Seconds for which a later round is open at least."""
+        return min(self.poll_s, self.last_call_s) if self.grow else self.last_call_s
 
     def host_poll_s(self, members: int) -> float:
         """Return the seconds between the host's snapshots: up to five polls in a large run, as each reads everybody."""
@@ -90,10 +94,6 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         if not 0 <= self.last_call_s < self.join_timeout_s:
             raise ConfigurationError(
                 f"last_call_s={self.last_call_s}: give 0 <= last_call_s < join_timeout_s={self.join_timeout_s}"
-            )
-        if self.settle_s is not None and not 0 <= self.settle_s <= self.last_call_s:
-            raise ConfigurationError(
-                f"settle_s={self.settle_s}: give 0 <= settle_s <= last_call_s={self.last_call_s}, or None"
             )
         if self.most_rounds is not None and self.most_rounds < 1:
             raise ConfigurationError(f"most_rounds={self.most_rounds}: give 1 or more, or None")

@@ -30,7 +30,7 @@ from transport.rendezvous.closing import Archive, close_run, write_archive
 from transport.rendezvous.hosting import Hosting
 from transport.rendezvous.leased import Leased, SeatLease
 from transport.rendezvous.member_states import Event, Member, State, View
-from transport.rendezvous.records import Closing, Keys, Place, Reason, Roster, Round, Seat, Status, check_name
+from transport.rendezvous.records import Closing, Keys, Phase, Place, Reason, Roster, Round, Seat, Status, check_name
 from transport.rendezvous.rules import Rules
 from transport.runtime.error_text import reportable
 from transport.store.base import ABSENT, Store
@@ -78,7 +78,6 @@ class Session:
         self._wanted = Status.HERE
         self._wanted_message = ""
         self._beaten_at = self._used_at = clock()
-        self._seated_at: float | None = None  # when the gate's wait began
 
     def __repr__(self) -> str:
         return f"<Session {self.name} of {self.keys.run}: {self._member!r}{' host' if self.is_host else ''}>"
@@ -197,7 +196,7 @@ class Session:
 
     # --- the step -------------------------------------------------------------------------------------
     def step(self) -> None:
-        """Read and act once. A permanent error is kept in the view; a temporary one is retried at the next step."""
+        """Read and act once. A permanent error ends the member; a temporary one is retried at the next step."""
         with self._lock:
             if self.ended:
                 return
@@ -207,7 +206,8 @@ class Session:
                 self._used_at = self._clock()
             except StoreError as error:
                 self._failed(error)
-            except (JoinTimeoutError, RunLostError) as error:
+            except Exception as error:  # which every call of the member raises from now on
+                log.debug("%r failed", self, exc_info=True)
                 self._member.end(None, error)
             self._member.validate()
 
@@ -259,7 +259,7 @@ class Session:
         if self._member.state is not State.SPARE:
             self._waiting.give_up()
         elif self.rules.grow and not self._waiting.stands:
-            self._waiting.version = self._store.put(self._waiting.key, self.name.encode(), lease_s=self.rules.lease_s)
+            self._waiting.version = self._store.put(self._waiting.key, encode(self.name), lease_s=self.rules.lease_s)
 
     def _seat_lost(self) -> None:
         log.info("%s lost its seat in round %d: the lease ended", self.name, self._member.round)
@@ -283,7 +283,7 @@ class Session:
             self._sit()
         self._say(begun)
         self._beat(begun)
-        self._check_wait(now)
+        self._check_wait(current, now)
         if not hosted:
             if not self._hosting.take(current, self.version, now):
                 return
@@ -331,7 +331,6 @@ class Session:
         version = self._store.put(key, encode(seat), lease_s=self.rules.lease_s)
         self._seated = SeatLease(self._store, key, version, seat, begun + self.rules.lease_s)
         self._wanted, self._wanted_message = Status.HERE, ""
-        self._seated_at = begun
         member.apply(Event.SEAT)
 
     def _say(self, looked_at: float) -> None:
@@ -356,17 +355,12 @@ class Session:
         """Return whether the seat has no lease, since its report stays true when its member ends."""
         return self.rules.done_stays and seat.status is Status.DONE
 
-    def _check_wait(self, now: float) -> None:
+    def _check_wait(self, current: Round, now: float) -> None:
         """Time limit for an open round. Usually the host closes the run; this is for runs whose hosts fail in turn."""
-        if self._member.state is not State.SEATED:
-            self._seated_at = None
-        elif self._seated_at is None:
-            self._seated_at = now
-        elif now - self._seated_at > self.rules.join_timeout_s + 2 * self.rules.lease_s:
+        open_s = self._hosting.open_s(current, now) if current.phase is Phase.OPEN else 0.0
+        if self._member.state is State.SEATED and open_s > self.rules.join_timeout_s + 2 * self.rules.lease_s:
             what = f"round {self._member.round} of run {self.keys.run}"
-            raise JoinTimeoutError(
-                f"{what} is not complete after {now - self._seated_at:.0f} s: too few members joined"
-            )
+            raise JoinTimeoutError(f"{what} is not complete after {open_s:.0f} s: too few members joined")
 
     def _settle(self, closing: Closing | None) -> None:
         """End with the run: first the rank; store and archive have the closing before any waiting call returns it."""

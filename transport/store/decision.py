@@ -13,14 +13,15 @@ with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Generic, NamedTuple
 
 from transport.runtime.decoders import hiding
 from transport.store.base import ABSENT, Change, Store
+from transport.store.stored import Record, decode, encode
 
 
-def decide(store: Store, key: str, proposal: bytes, *, lease_s: float | None = None) -> bytes:
+def decide(store: Store, key: str, proposal: Record, *, lease_s: float | None = None) -> Record:
     """Write ``proposal`` if ``key`` has no decision yet; returns the decision that stands, perhaps another's.
 
     To tell its own decision from another's, a caller puts its name or a random token into the proposal.
@@ -31,53 +32,39 @@ def decide(store: Store, key: str, proposal: bytes, *, lease_s: float | None = N
     Raises:
         StoreError: when the store fails. The proposal may have been written: call again, with any proposal.
     """
-    return decide_all(store, {key: proposal}, lease_s=lease_s)[key]
-
-
-def decide_all(store: Store, proposals: Mapping[str, bytes], *, lease_s: float | None = None) -> dict[str, bytes]:
-    """Decide as `decide`, for several keys; those that have no decision yet are decided in one transaction."""
     while True:
-        entries = store.get_many(list(proposals))
-        standing = {key: entry.value for key, entry in zip(proposals, entries, strict=True) if entry is not None}
-        fresh = [Change(key, value, ABSENT, lease_s) for key, value in proposals.items() if key not in standing]
-        if not fresh or store.put_many(fresh) is not None:
-            return {**proposals, **standing}
+        entry = store.get(key)
+        if entry is not None:
+            return decode(type(proposal), key, entry.value)
+        if store.compare_and_set(key, encode(proposal), ABSENT, lease_s=lease_s) is not None:
+            return proposal
 
 
-def decided(store: Store, key: str) -> bytes | None:
-    """Return the decision; None while there is none."""
-    entry = store.get(key)
-    return None if entry is None else entry.value
-
-
-def wait_decided(store: Store, key: str, timeout_s: float) -> bytes | None:
-    """Return the decision as soon as there is one; None when ``timeout_s`` is over before."""
-    entry = store.watch(key, ABSENT, timeout_s)
-    return None if entry is None else entry.value
-
-
-@hiding("value")
-class Next(NamedTuple):
+@hiding("record")
+class Next(NamedTuple, Generic[Record]):
     """The next value of a record, and the writes of other records that are made with it or not at all."""
 
-    value: bytes
+    record: Record
     also: Sequence[Change] = ()
 
 
-def advance(store: Store, key: str, step: Callable[[bytes | None], Next | None]) -> bytes | None:
-    """Replace the record by what ``step`` makes of it; returns the value that stands then.
+def advance(
+    store: Store, key: str, kind: type[Record], step: Callable[[Record | None], Next[Record] | None]
+) -> Record | None:
+    """Replace the record by what ``step`` makes of it; returns the record that stands then.
 
-    ``step`` gets the value that stands, None if there is none, and returns the next one, or None to leave it. It is
+    ``step`` gets the record that stands, None if there is none, and returns the next one, or None to leave it. It is
     called again when another process was faster. What it raises leaves the record as it is.
 
     Raises:
-        StoreError: when the store fails. The value may have been written: call again, ``step`` then gets its own.
+        StoreError: when the store fails. The record may have been written: call again, ``step`` then gets its own.
     """
     while True:
         entry = store.get(key)
-        found = step(None if entry is None else entry.value)
+        standing = None if entry is None else decode(kind, key, entry.value)
+        found = step(standing)
         if found is None:
-            return None if entry is None else entry.value
+            return standing
         expected = ABSENT if entry is None else entry.version
-        if store.put_many([Change(key, found.value, expected), *found.also]) is not None:
-            return found.value
+        if store.put_many([Change(key, encode(found.record), expected), *found.also]) is not None:
+            return found.record

@@ -107,7 +107,7 @@ class Directory:
 
     def run(self) -> str:
         """Return the name of this directory's run, which the first to ask makes: 8 hexadecimal digits."""
-        return decide(self._store, _RUN, secrets.token_hex(4).encode()).decode()
+        return decide(self._store, _RUN, secrets.token_hex(4))
 
     def find(self, ring: str) -> Serving | None:
         """Return the record of the ring; None if no server has published it, or its lease ended."""

@@ -1,8 +1,9 @@
-"""Records of a store as bytes, and back: of rendezvous, epochs and the directory, in JSON for an operator to read.
+"""Records of a store as bytes, and back: of rendezvous, epochs, steps, weights and the directory, in JSON to be read.
 
 A struct takes values that its own decoder refuses: a float as a count, text with half of a surrogate pair. Once such a
-record stands in a store, it ends every process that reads it. So `encode` decodes what it has encoded, before anybody
-writes it. A record that cannot be read all the same, of another program or damaged, hides itself alone (`decode_each`).
+record stands in a store, it ends every process that reads it. So everything that is written comes from `encode`, which
+decodes what it has encoded. A record that cannot be read all the same, of another program or damaged, hides itself
+alone (`readable`, `decode_each`).
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from transport.store.base import Entry
 
 log = logging.getLogger(__name__)
 
-Record = TypeVar("Record", bound=msgspec.Struct)
+Record = TypeVar("Record")
 
 _UNREADABLE = (msgspec.MsgspecError, UnicodeError, RecursionError)
 _MOST_WARNED = 1000
 _warned: dict[tuple[str, int], None] = {}  # keys and versions that a warning was logged for; the oldest first
 
 
-def encode(record: msgspec.Struct) -> bytes:
-    """Return the record as stored, or raise UsageError when nobody could read it."""
+def encode(record: object) -> bytes:
+    """Return a struct, a text or a number as stored, or raise UsageError when nobody could read it."""
     try:
         data = msgspec.json.encode(record)
         msgspec.json.decode(data, type=type(record))
@@ -45,16 +46,21 @@ def decode(kind: type[Record], key: str, value: bytes) -> Record:
         raise StoreUnsuitableError(f"{what}; remove it, or choose another run name") from error
 
 
+def readable(kind: type[Record], key: str, entry: Entry | None) -> Record | None:
+    """Return the record; None if there is none, or with a warning for each version if it cannot be read."""
+    try:
+        return None if entry is None else decode(kind, key, entry.value)
+    except StoreUnsuitableError as error:
+        if entry is not None and (key, entry.version) not in _warned:
+            _warned[key, entry.version] = None
+            log.warning("a record is left out: %s", error)
+            while len(_warned) > _MOST_WARNED:
+                _warned.pop(next(iter(_warned)), None)
+        return None
+
+
 def decode_each(kind: type[Record], found: Mapping[str, Entry] | Iterable[tuple[str, Entry]]) -> dict[str, Record]:
-    """Return the records by key. One that cannot be read is left out, with a warning for each of its versions."""
-    records = {}
-    for key, entry in found.items() if isinstance(found, Mapping) else found:
-        try:
-            records[key] = decode(kind, key, entry.value)
-        except StoreUnsuitableError as error:
-            if (key, entry.version) not in _warned:
-                _warned[key, entry.version] = None
-                log.warning("a record is left out: %s", error)
-                while len(_warned) > _MOST_WARNED:
-                    _warned.pop(next(iter(_warned)), None)
-    return records
+    """Return the records by key, without those that cannot be read."""
+    entries = found.items() if isinstance(found, Mapping) else found
+    records = {key: readable(kind, key, entry) for key, entry in entries}
+    return {key: record for key, record in records.items() if record is not None}

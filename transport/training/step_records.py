@@ -24,7 +24,7 @@ import msgspec
 
 from transport.errors import RankError
 from transport.runtime.decoders import hiding, ready
-from transport.store.base import ABSENT, Change, Store, check_key
+from transport.store.base import ABSENT, Change, Entry, Store, check_key
 from transport.store.decision import Next, advance, decide
 from transport.store.stored import decode, encode
 from transport.training.holding import Delivery
@@ -33,7 +33,6 @@ from transport.training.layout import Sample
 Identity = tuple[str, int, int, int]  # ring, slot, generation, rank of its readers
 State = Literal["planned", "go", "consumed", "void"]
 
-_GO, _CONSUMED, _VOID = b"go", b"consumed", b"void "
 READ: Final = "read"
 LEARNED: Final = "learned"
 
@@ -96,10 +95,11 @@ class PlannedPart(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     versions: list[list[int | None]] = []
 
 
-class _Void(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Why a step is void, and what could not be read of it."""
+class _Followed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The state of a step; why it is void, and what could not be read of it."""
 
-    why: str
+    state: State
+    why: str = ""
     unread: list[Delivery] = []
 
 
@@ -117,7 +117,9 @@ class Standing(NamedTuple):
     state: State
 
 
-ready(PlannedStep, PlannedPart, _Planner, _Void)
+ready(PlannedStep, PlannedPart, _Planner, _Followed)
+
+_PLANNED = _Followed("planned")
 
 
 class StepRecords:
@@ -136,8 +138,8 @@ class StepRecords:
         self._token = secrets.token_hex(8)
         self._lead: int | None = None  # version of the planner's record, while it is this rank's
         self._term = 0
-        self.id = decide(store, self._key("id"), secrets.token_hex(8).encode()).decode()
-        self._seat = store.put(self._key("rank", rank), self._token.encode())  # another process of the rank is out
+        self.id = decide(store, self._key("id"), secrets.token_hex(8))
+        self._seat = store.put(self._key("rank", rank), encode(self._token))  # another process of the rank is out
         self.end_before = next((step.said for step, _ in self.standing() if step.ends), "")
 
     def __repr__(self) -> str:
@@ -161,8 +163,8 @@ class StepRecords:
         found = self._store.get(key)
         if found is not None and decode(_Planner, key, found.value).rank != self._rank:
             return 0
-        lead = Change(key, self._mine(), ABSENT if found is None else found.version, self._lease_s)
-        seat = Change(self._key("rank", self._rank), self._token.encode(), self._seat)
+        lead = Change(key, encode(self._mine()), ABSENT if found is None else found.version, self._lease_s)
+        seat = Change(self._key("rank", self._rank), encode(self._token), self._seat)
         written = self._store.put_many([lead, seat])
         if written is None:
             return 0
@@ -170,15 +172,15 @@ class StepRecords:
         self._term += 1
         return self._term
 
-    def _mine(self) -> bytes:
-        return encode(_Planner(self._token, self._rank))
+    def _mine(self) -> _Planner:
+        return _Planner(self._token, self._rank)
 
     def _as_planner(self, changes: Sequence[Change]) -> bool:
         """Make changes where this rank is the planner still, and each record is as expected."""
         if self._lead is None:
             return False
         written = self._store.put_many(
-            [Change(self._key("planner"), self._mine(), self._lead, self._lease_s), *changes]
+            [Change(self._key("planner"), encode(self._mine()), self._lead, self._lease_s), *changes]
         )
         if written is None:
             return False
@@ -198,17 +200,22 @@ class StepRecords:
 
     def next_number(self) -> int:
         """Return the number of the next plan."""
-        entry = self._store.get(self._key("next"))
-        return 0 if entry is None else int(entry.value)
+        return self._next()[0]
+
+    def _next(self) -> tuple[int, int]:
+        """Return the number of the next plan, and the version of its record."""
+        key = self._key("next")
+        entry = self._store.get(key)
+        return (0, ABSENT) if entry is None else (decode(int, key, entry.value), entry.version)
 
     def plan(self, step: PlannedStep, parts: Sequence[PlannedPart]) -> bool:
         """Write the next plan. False: this rank is not the planner any more, or another one has written it."""
-        found = self._store.get(self._key("next"))
-        if (0 if found is None else int(found.value)) != step.number:
+        number, version = self._next()
+        if number != step.number:
             return False
         return self._as_planner(
             [
-                Change(self._key("next"), str(step.number + 1).encode(), ABSENT if found is None else found.version),
+                Change(self._key("next"), encode(step.number + 1), version),
                 Change(self._key("step", step.number), encode(step)),
                 *(Change(self._key("part", step.number, at), encode(each)) for at, each in enumerate(parts)),
             ]
@@ -216,10 +223,9 @@ class StepRecords:
 
     def end(self, number: int) -> None:
         """Say that there is no step of this number, since the data has ended. Ranks that come later need it again."""
-        found = self._store.get(self._key("next"))
-        if (0 if found is None else int(found.value)) == number:
-            version = ABSENT if found is None else found.version
-            same = [] if found is None else [Change(self._key("next"), found.value, version)]
+        next_number, version = self._next()
+        if next_number == number:
+            same = [] if version == ABSENT else [Change(self._key("next"), encode(number), version)]
             end = PlannedStep(number, said=secrets.token_hex(8))
             self._as_planner([*same, Change(self._key("step", number), encode(end))])
 
@@ -244,10 +250,7 @@ class StepRecords:
 
     def void(self, number: int) -> tuple[str, set[Delivery]]:
         """Return why a step is void, and what could not be read of it."""
-        entry = self._store.get(self._key("state", number))
-        if entry is None or not entry.value.startswith(_VOID):
-            return "", set()
-        found = decode(_Void, self._key("state", number), entry.value.removeprefix(_VOID))
+        (found,) = self._followed([number])
         return found.why, set(found.unread)
 
     # --- following ----------------------------------------------------------------------------------
@@ -265,22 +268,26 @@ class StepRecords:
 
     def states(self, numbers: Sequence[int]) -> list[State]:
         """Return the states of steps."""
-        entries = self._store.get_many([self._key("state", number) for number in numbers])
-        return [_state(None if entry is None else entry.value) for entry in entries]
+        return [each.state for each in self._followed(numbers)]
+
+    def _followed(self, numbers: Sequence[int]) -> list[_Followed]:
+        keys = [self._key("state", number) for number in numbers]
+        entries = self._store.get_many(keys)
+        return [_followed(key, entry) for key, entry in zip(keys, entries, strict=True)]
 
     def wait_state(self, number: int, after: State, timeout_s: float) -> State:
         """Return the state of a step as soon as it is another one than ``after``, or that when the time is over."""
         key = self._key("state", number)
         entry = self._store.get(key)
-        if _state(None if entry is None else entry.value) == after:
+        if _followed(key, entry).state == after:
             entry = self._store.watch(key, ABSENT if entry is None else entry.version, timeout_s)
-        return _state(None if entry is None else entry.value)
+        return _followed(key, entry).state
 
     def has_read(self, number: int) -> None:
         """Vote that this rank has what it trains on."""
         self._vote(number, READ)
         if self._all_voted(number, READ):
-            self._advance(number, "planned", _GO)
+            self._advance(number, "planned", _Followed("go"))
 
     def has_seen_the_end(self, number: int) -> None:
         """Vote that this rank knows that there is no step of this number."""
@@ -288,22 +295,23 @@ class StepRecords:
 
     def cannot_read(self, number: int, why: str, unread: Sequence[Delivery]) -> None:
         """Say that this rank cannot have what it is to train on: no rank trains on the step, unless all have read."""
-        self._advance(number, "planned", _VOID + encode(_Void(why, list(unread))))
+        self._advance(number, "planned", _Followed("void", why, list(unread)))
 
     def has_learned(self, number: int) -> State:
         """Vote that this rank has trained on the step; returns the step's state then."""
         self._vote(number, LEARNED)
         if self._all_voted(number, LEARNED):
-            self._advance(number, "go", _CONSUMED)
+            self._advance(number, "go", _Followed("consumed"))
         return self.states([number])[0]
 
     def make_void(self, number: int, why: str) -> None:
         """Say that no rank trains on a step of a mesh that has another shape by now."""
-        value = _VOID + encode(_Void(why))
+        void = Next(_Followed("void", why))
         advance(
             self._store,
             self._key("state", number),
-            lambda found: None if _state(found) in ("consumed", "void") else Next(value),
+            _Followed,
+            lambda found: None if (found or _PLANNED).state in ("consumed", "void") else void,
         )
 
     def take_back_vote(self, number: int) -> None:
@@ -315,20 +323,20 @@ class StepRecords:
         if len(self.silent(number, LEARNED)) == self._ranks:
             key = self._key("state", number)
             entry = self._store.get(key)
-            if entry is not None and _state(entry.value) == "go":
+            if entry is not None and _followed(key, entry).state == "go":
                 self._store.compare_and_set(key, None, entry.version)
 
     def silent(self, number: int, vote: str) -> list[int]:
         """Return the ranks that have not voted so."""
         entries = self._store.get_many([self._key("vote", number, rank) for rank in range(self._ranks)])
-        enough = (LEARNED.encode(), vote.encode())
+        enough = (encode(LEARNED), encode(vote))
         return [rank for rank, entry in enumerate(entries) if entry is None or entry.value not in enough]
 
     def _vote(self, number: int, vote: str) -> None:
-        seat, mine = self._key("rank", self._rank), self._token.encode()
+        seat, mine = self._key("rank", self._rank), encode(self._token)
         key = self._key("vote", number, self._rank)
         while True:
-            written = self._store.put_many([Change(seat, mine, self._seat), Change(key, vote.encode())])
+            written = self._store.put_many([Change(seat, mine, self._seat), Change(key, encode(vote))])
             if written is not None:
                 self._seat = written[0]
                 return
@@ -342,12 +350,12 @@ class StepRecords:
     def _all_voted(self, number: int, vote: str) -> bool:
         return not self.silent(number, vote)
 
-    def _advance(self, number: int, state: State, value: bytes) -> None:
+    def _advance(self, number: int, state: State, following: _Followed) -> None:
         key = self._key("state", number)
-        advance(self._store, key, lambda found: Next(value) if _state(found) == state else None)
+        advance(
+            self._store, key, _Followed, lambda found: Next(following) if (found or _PLANNED).state == state else None
+        )
 
 
-def _state(value: bytes | None) -> State:
-    if value is None:
-        return "planned"
-    return "go" if value == _GO else "consumed" if value == _CONSUMED else "void"
+def _followed(key: str, entry: Entry | None) -> _Followed:
+    return _PLANNED if entry is None else decode(_Followed, key, entry.value)

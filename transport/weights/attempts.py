@@ -17,7 +17,6 @@ import msgspec
 
 from transport.runtime.decoders import ready
 from transport.store.decision import Next
-from transport.store.stored import decode, encode
 
 
 class AttemptPhase(enum.StrEnum):
@@ -67,41 +66,34 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 NO_ATTEMPT = Attempt()
-Step = Callable[[bytes | None], Next | None]
+Step = Callable[[Attempt | None], Next[Attempt] | None]
 
 ready(Attempt)
 
 
-def read(key: str, value: bytes | None) -> Attempt:
-    """Return the record as it stands under this key."""
-    return NO_ATTEMPT if value is None else decode(Attempt, key, value)
-
-
-def begin(key: str, name: str, version: int) -> Step:
+def begin(name: str, version: int) -> Step:
     """Return the step that begins an attempt, whatever became of the one before."""
-    return lambda value: Next(encode(Attempt(name=name, version=version, kept=read(key, value).kept)))
+    return lambda found: Next(Attempt(name=name, version=version, kept=(found or NO_ATTEMPT).kept))
 
 
-def reach(key: str, name: str, phase: AttemptPhase) -> Step:
+def reach(name: str, phase: AttemptPhase) -> Step:
     """Return the step that leads an attempt to its next phase, unless it failed or another one was begun."""
 
-    def step(value: bytes | None) -> Next | None:
-        found = read(key, value)
-        if found.name != name or _ORDER.index(phase) != _ORDER.index(found.phase) + 1:
+    def step(found: Attempt | None) -> Next[Attempt] | None:
+        if found is None or found.name != name or _ORDER.index(phase) != _ORDER.index(found.phase) + 1:
             return None
         kept = name if phase is AttemptPhase.LOADED else found.kept
-        return Next(encode(msgspec.structs.replace(found, phase=phase, kept=kept)))
+        return Next(msgspec.structs.replace(found, phase=phase, kept=kept))
 
     return step
 
 
-def fail(key: str, name: str, why: str) -> Step:
+def fail(name: str, why: str) -> Step:
     """Return the step that fails an attempt, unless all ranks have loaded it or another one was begun."""
 
-    def step(value: bytes | None) -> Next | None:
-        found = read(key, value)
-        if found.name != name or found.phase in (AttemptPhase.LOADED, AttemptPhase.FAILED):
+    def step(found: Attempt | None) -> Next[Attempt] | None:
+        if found is None or found.name != name or found.phase in (AttemptPhase.LOADED, AttemptPhase.FAILED):
             return None
-        return Next(encode(msgspec.structs.replace(found, phase=AttemptPhase.FAILED, why=why)))
+        return Next(msgspec.structs.replace(found, phase=AttemptPhase.FAILED, why=why))
 
     return step

@@ -30,13 +30,14 @@ from transport.errors import StoreError, StoreUnavailableError, UsageError, Weig
 from transport.runtime.blocking_calls import started
 from transport.runtime.decoders import hiding
 from transport.runtime.error_text import error_text
-from transport.store.base import ABSENT, Store
+from transport.store.base import ABSENT, Entry, Store
 from transport.store.decision import advance
 from transport.store.open import open_store
 from transport.store.stored import decode, encode
 from transport.weights import attempts
 from transport.weights.attempts import Attempt, AttemptPhase, Step
 from transport.weights.barrier_rank import LOOK_S, BarrierRank, Failed
+from transport.weights.plan.steps import Metadata
 from transport.weights.sharding.roles import build_topology
 
 _THERE_S = 10.0  # lease of "I have come so far": several looks
@@ -48,7 +49,7 @@ class _Joined(msgspec.Struct, frozen=True):
     """
 
     role: str
-    metadata: msgspec.Raw
+    metadata: Metadata
 
 
 class _Beside:
@@ -135,7 +136,7 @@ class UpdateBarrier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             try:
                 stopped = partial(self._stopped, rank, called, over)
                 failed = partial(self._failed, store, rank, stopped)
-                metadata = msgspec.json.encode(rank.run(rank.engine.prepare()))
+                metadata = rank.run(rank.engine.prepare())
                 role = self._role(store, rank, version, metadata, stopped, failed)
                 rank.join(role, version, self.timeout_s, failed)
                 rank.transfer(version, self.timeout_s, failed)
@@ -163,7 +164,7 @@ class UpdateBarrier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 why = f"{rank.name}: version {version} is not staged; call stage() first"
                 found = self._record(store)
                 if found.version == version:  # its process may have been started again since
-                    self._advance(store, attempts.fail(self._key, found.name, why))
+                    self._advance(store, attempts.fail(found.name, why))
                 raise UsageError(why)
             with _Beside(beside, self.timeout_s) as called:
                 try:
@@ -183,7 +184,7 @@ class UpdateBarrier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         name = rank.attempt.name
         if not name:
             return attempts.NO_ATTEMPT
-        found = self._advance(store, attempts.fail(self._key, name, f"{rank.name}: {error_text(why)}"))
+        found = self._advance(store, attempts.fail(name, f"{rank.name}: {error_text(why)}"))
         rank.end(None if found.kept == name else why)
         return found
 
@@ -212,19 +213,19 @@ class UpdateBarrier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             late = f"{rank.name}: not all ranks have {phase} v{attempt.version} within {self.timeout_s:g} s"
             try:
                 if left <= 0:
-                    found = self._advance(store, attempts.fail(self._key, attempt.name, late))
+                    found = self._advance(store, attempts.fail(attempt.name, late))
                     if found.name == attempt.name and found.why == late:
                         raise WeightsTimeoutError(f"timeout: {late}; look at the other ranks' logs")
                 elif (reason := stopped()) is not None:
                     raise WeightsError(reason)
                 else:
-                    store.put(mine, b"", lease_s=_THERE_S)
+                    store.put(mine, encode(""), lease_s=_THERE_S)
                     if rank.leads:
                         found = self._led(store, attempt, phase, left)
                     else:
                         entry = store.watch(self._key, seen, min(left, LOOK_S))
                         seen = ABSENT if entry is None else entry.version
-                        found = attempts.read(self._key, None if entry is None else entry.value)
+                        found = self._read(entry)
             except StoreUnavailableError:
                 if left <= 0:
                     raise
@@ -239,7 +240,7 @@ class UpdateBarrier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         keys = self._of_all(attempt.name, phase)
         missing = next((key for key, entry in zip(keys, store.get_many(keys), strict=True) if entry is None), "")
         if not missing:
-            return self._advance(store, attempts.reach(self._key, attempt.name, phase))
+            return self._advance(store, attempts.reach(attempt.name, phase))
         store.watch(missing, ABSENT, min(left, LOOK_S / 10))
         return self._record(store)
 
@@ -258,7 +259,7 @@ class UpdateBarrier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     # --- the group ----------------------------------------------------------------------------------------------------
     def _role(
-        self, store: Store, rank: BarrierRank, version: int, metadata: bytes, stopped: Failed, failed: Failed
+        self, store: Store, rank: BarrierRank, version: int, metadata: Metadata, stopped: Failed, failed: Failed
     ) -> Any:
         """Take part in an attempt at this version; returns this rank's role in it."""
         until = time.monotonic() + self.timeout_s
@@ -266,14 +267,14 @@ class UpdateBarrier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             return self._follow(store, rank, version, metadata, until, stopped)
         name = secrets.token_hex(8)
         rank.attempt = Attempt(name=name, version=version)
-        self._advance(store, attempts.begin(self._key, name, version))
+        self._advance(store, attempts.begin(name, version))
         others = [self._joined(store, key, until, failed) for key in self._of_all(name, "joined")[1:]]
-        metadatas = [msgspec.json.decode(each) for each in (metadata, *(other.metadata for other in others))]
+        metadatas = [metadata, *(other.metadata for other in others)]
         actor, rollout = build_topology(self.senders, self.receivers, metadatas)
         mine, *roles = [*actor["roles"], *rollout["roles"]]
         for other, role in zip(others, roles, strict=True):
-            self._put(store, self._name(name, "role", other.role), msgspec.json.encode(role))
-        self._advance(store, attempts.reach(self._key, name, AttemptPhase.SENDING))
+            self._put(store, self._name(name, "role", other.role), role)
+        self._advance(store, attempts.reach(name, AttemptPhase.SENDING))
         return mine
 
     def _joined(self, store: Store, key: str, until: float, failed: Failed) -> _Joined:
@@ -282,23 +283,23 @@ class UpdateBarrier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         raise WeightsTimeoutError(f"timeout: a rank did not write {key} in {self.timeout_s:g} s")
 
     def _follow(
-        self, store: Store, rank: BarrierRank, version: int, metadata: bytes, until: float, stopped: Failed
+        self, store: Store, rank: BarrierRank, version: int, metadata: Metadata, until: float, stopped: Failed
     ) -> Any:
         mine = secrets.token_hex(8)
         for value in self._values(store, self._key, until, stopped):
-            found = attempts.read(self._key, value)
+            found = decode(Attempt, self._key, value)
             if found.version == version and found.name != rank.attempt.name and found.phase is AttemptPhase.JOINING:
                 rank.attempt = found
-                joined = encode(_Joined(mine, msgspec.Raw(metadata)))
-                self._put(store, self._of_rank(found.name, rank, "joined"), joined)
+                self._put(store, self._of_rank(found.name, rank, "joined"), _Joined(mine, metadata))
             if found.name != rank.attempt.name:
                 continue
             if found.phase is AttemptPhase.FAILED:
                 raise WeightsError(f"v{version}: {found.why}")
             if found.phase is AttemptPhase.SENDING:
-                role = store.get(self._name(found.name, "role", mine))
+                key = self._name(found.name, "role", mine)
+                role = store.get(key)
                 if role is not None:  # else a process before this one took part in the attempt
-                    return msgspec.json.decode(role.value)
+                    return decode(list[str], key, role.value)
         raise WeightsTimeoutError(f"timeout: {rank.name}: the first sender did not begin version {version} in time")
 
     @staticmethod
@@ -319,14 +320,16 @@ class UpdateBarrier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return self._name("attempt")
 
     def _record(self, store: Store) -> Attempt:
-        entry = store.get(self._key)
-        return attempts.read(self._key, None if entry is None else entry.value)
+        return self._read(store.get(self._key))
+
+    def _read(self, entry: Entry | None) -> Attempt:
+        return attempts.NO_ATTEMPT if entry is None else decode(Attempt, self._key, entry.value)
 
     def _advance(self, store: Store, step: Step) -> Attempt:
-        return attempts.read(self._key, advance(store, self._key, step))
+        return advance(store, self._key, Attempt, step) or attempts.NO_ATTEMPT
 
-    def _put(self, store: Store, key: str, value: bytes) -> None:
-        store.put(key, value, lease_s=2 * self.timeout_s)
+    def _put(self, store: Store, key: str, record: object) -> None:
+        store.put(key, encode(record), lease_s=2 * self.timeout_s)
 
     def _of_rank(self, attempt: str, rank: BarrierRank, what: str) -> str:
         return self._name(attempt, what, f"{'s' if rank.sends else 'r'}{rank.rank}")

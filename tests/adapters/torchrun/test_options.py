@@ -90,8 +90,8 @@ def test_an_address_that_is_not_of_this_host_is_refused_at_once(address: str) ->
 def test_times_and_rules_come_from_the_conf() -> None:
     rules = options(lease_s="5", join_timeout="8", most_rounds="3", grow="0").rules
     assert (rules.least, rules.most, rules.lease_s, rules.join_timeout_s) == (2, 4, 5.0, 8.0)
-    assert (rules.last_call_s, rules.settle_s, rules.most_rounds, rules.grow) == (4.0, 1.0, 3, False)
-    assert options(last_call_timeout="0.5").rules.settle_s == 0.5
+    assert (rules.last_call_s, rules.settle_s, rules.most_rounds, rules.grow) == (4.0, 4.0, 3, False)
+    assert (options().rules.settle_s, options(last_call_timeout="0.5").rules.settle_s) == (1.0, 0.5)
     assert options(archive="/x/y").archive == Path("/x/y")
 
 

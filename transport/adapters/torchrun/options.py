@@ -21,7 +21,7 @@ BACKEND = "transport"  # on torchrun's command line
 LEASE_S = 25.0  # a store that is away for 20 s, and comes back, ends no round: renewals are 3 s apart
 NO_ID = "none"  # what torchrun passes without --rdzv-id
 
-_SECONDS = ("lease_s", "poll_s", "join_timeout_s", "last_call_s", "settle_s", "store_patience_s")
+_SECONDS = ("lease_s", "poll_s", "join_timeout_s", "last_call_s", "store_patience_s")
 _ALIASES = {"join_timeout": "join_timeout_s", "last_call_timeout": "last_call_s"}  # as the backend c10d calls them
 _IGNORED = {"timeout", "rank"}  # torchrun adds these
 _OTHERS = ("most_rounds", "grow", "archive", "where")
@@ -69,15 +69,13 @@ def options_of(
         lease_s=LEASE_S,
         done_stays=True,
         grow=_flag("grow", given.get("grow", "1")),
-        settle_s=1.0,
         most_rounds=_whole("most_rounds", given["most_rounds"]) if "most_rounds" in given else None,
     )
     times = {name: _seconds(name, given[name]) for name in _SECONDS if name in given}
     last_call_s = min(
         times.get("last_call_s", rules.last_call_s), times.get("join_timeout_s", rules.join_timeout_s) / 2
     )
-    settle_s = min(times.get("settle_s", 1.0), last_call_s)
-    times |= {"last_call_s": last_call_s, "settle_s": settle_s}
+    times["last_call_s"] = last_call_s
     return Options(
         run=run,
         url=url_of(endpoint, run),

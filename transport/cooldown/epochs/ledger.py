@@ -77,19 +77,16 @@ class Ledger:
 
     def open(self, record: EpochRecord) -> bool:
         """Write the first record of an epoch; False if it has another one. May be repeated after a lost answer."""
-        value = encode(record)
-        return decide(self._store, self._key("epoch", record.epoch), value) == value
+        return decide(self._store, self._key("epoch", record.epoch), record) == record
 
     def advance(self, epoch: int, step: Callable[[EpochRecord | None], EpochRecord | None]) -> None:
         """Replace the epoch's record by what ``step`` makes of it, see `transport.store.decision.advance`."""
 
-        key = self._key("epoch", epoch)
+        def following(standing: EpochRecord | None) -> Next[EpochRecord] | None:
+            record = step(standing)
+            return None if record is None else Next(record)
 
-        def encoded(standing: bytes | None) -> Next | None:
-            record = step(None if standing is None else decode(EpochRecord, key, standing))
-            return None if record is None else Next(encode(record))
-
-        advance(self._store, key, encoded)
+        advance(self._store, self._key("epoch", epoch), EpochRecord, following)
 
     def end_before(self, epoch: int, ended_at: float) -> list[EpochRecord]:
         """End the earlier epochs that are still open as timed out, and remove what the members of all have written.
@@ -124,7 +121,7 @@ class Ledger:
         self._store.put_many(
             [
                 Change(self._key("report", report.epoch, check_name(report.client, "client")), encode(report)),
-                Change(self._key("bell", report.epoch), report.client.encode()),
+                Change(self._key("bell", report.epoch), encode(report.client)),
             ]
         )
 
@@ -163,17 +160,17 @@ class Ledger:
     # --- epochs whose save is collective --------------------------------------------------------------
     def decide(self, epoch: int, launch: str) -> str:
         """Decide that the members of this launch save (`NO_SAVE`: none); returns what was decided first."""
-        return decide(self._store, self._key("save", epoch), launch.encode()).decode(errors="replace")
+        return decide(self._store, self._key("save", epoch), launch)
 
     def begin_save(self, epoch: int, member: str, process: str) -> str:
         """Record that this process saves for a member, once; returns the process that was recorded first."""
         key = self._key("saving", epoch, check_name(member, "client"))
-        return decide(self._store, key, process.encode()).decode(errors="replace")
+        return decide(self._store, key, process)
 
     def put_saved(self, epoch: int, saved: Saved) -> None:
         """Record the files that a member has saved, once; a second record of the same member changes nothing."""
-        decide(self._store, self._key("saved", epoch, saved.host, saved.member), encode(saved))
-        self._store.put_many([self._ring_host(epoch, saved.host), Change(self._key("bell", epoch), b"")])
+        decide(self._store, self._key("saved", epoch, saved.host, saved.member), saved)
+        self._store.put_many([self._ring_host(epoch, saved.host), Change(self._key("bell", epoch), encode(""))])
 
     def saved(self, epoch: int, host: str | None = None) -> dict[str, Saved]:
         """Return the saved files of the members, of one host or of all, by member."""
@@ -183,7 +180,7 @@ class Ledger:
         """Report an uploaded share; a later one of the same client replaces it."""
         key = self._key("share", epoch, share.host, str(share.number), check_name(share.client, "client"))
         changes = [Change(key, encode(share)), self._ring_host(epoch, share.host)]
-        self._store.put_many([*changes, Change(self._key("bell", epoch), share.client.encode())])
+        self._store.put_many([*changes, Change(self._key("bell", epoch), encode(share.client))])
 
     def shares(self, epoch: int, host: str | None = None) -> list[Share]:
         """Return the uploaded shares, of one host or of all."""
@@ -192,7 +189,7 @@ class Ledger:
     def beat(self, epoch: int, host: str, number: int, moved: int) -> None:
         """Tell the host's members that this share is being uploaded: ``moved`` bytes so far."""
         key = self._key("beat", epoch, host, str(number))
-        self._store.put_many([Change(key, str(moved).encode()), self._ring_host(epoch, host)])
+        self._store.put_many([Change(key, encode(moved)), self._ring_host(epoch, host)])
 
     def beats(self, epoch: int, host: str) -> dict[int, int]:
         """Return the versions of the beats of a host's shares."""
@@ -206,7 +203,7 @@ class Ledger:
         return ABSENT if entry is None else entry.version
 
     def _ring_host(self, epoch: int, host: str) -> Change:
-        return Change(self._key("host", epoch, host), b"")
+        return Change(self._key("host", epoch, host), encode(""))
 
     def _of_host(self, kind: str, record: type[Record], epoch: int, host: str | None) -> list[Record]:
         """Return the records of a kind, of one host or of all."""
