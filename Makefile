@@ -81,7 +81,7 @@ image-check: $(VENV)/installed ## take the steps of deploy/Dockerfile in an empt
 	@$(BIN)/python tests/support/image_steps.py
 
 # Peers are installed once; one that failed is tried again when its folder in build/peers is removed, or by bench-peers.
-build/peers/stamp: transport/bench/registry.py benchmarks/install_peers.py | $(VENV)/installed
+build/peers/stamp: benchmarks/peers/registry.py benchmarks/install_peers.py | $(VENV)/installed
 	@$(BIN)/python benchmarks/install_peers.py
 	@touch $@
 
@@ -91,20 +91,20 @@ bench-peers: $(VENV)/installed ## install what bench compares with, each into it
 	@touch build/peers/stamp
 
 # The few that make bench needs by default; those of BENCH_JOB_OPTIONS are installed by bench-peers.
-build/peers/few: transport/bench/registry.py benchmarks/install_peers.py | $(VENV)/installed
+build/peers/few: benchmarks/peers/registry.py benchmarks/install_peers.py | $(VENV)/installed
 	@$(BIN)/python benchmarks/install_peers.py zmq redis redis-stream pyzmq
 	@touch $@
 
 # The whole job first. BENCH_JOB_OPTIONS="--peers all" adds the peers that need a Ray cluster.
 BENCH_JOB_OPTIONS ?= --peers zmq,redis,redis-stream --seconds 0.3
 bench: build/peers/few | redis ## under 4 minutes: the job and reads, few sizes, beside few peers; pictures in build
-	@$(BIN)/transport bench job $(BENCH_JOB_OPTIONS) --sizes 4KiB,1MiB --repetitions 2 \
+	@$(BIN)/python benchmarks/job $(BENCH_JOB_OPTIONS) --sizes 4KiB,1MiB --repetitions 2 \
 	  --json build/bench-job.json --plot build/bench-job.png
 	@$(BIN)/transport bench loopback --sizes 64KiB,1MiB --seconds 0.4 --repetitions 1 --peers ucx_floor,pyzmq \
 	  --json build/bench.json --plot build/bench.png
 
 bench-full: build/peers/stamp | redis ## up to 25 minutes: every size, wire and peer; the pictures of docs; the ring
-	@$(BIN)/transport bench job $(BENCH_JOB_OPTIONS) --json build/bench-job.json --plot docs/bench-job.png
+	@$(BIN)/python benchmarks/job $(BENCH_JOB_OPTIONS) --json build/bench-job.json --plot docs/bench-job.png
 	@$(BIN)/transport bench loopback --checksum on,off --peers all --repetitions 3 --json build/bench.json --plot docs/bench.png
 	@$(BIN)/python benchmarks/ring.py
 
@@ -233,6 +233,7 @@ lint: $(VENV)/installed ## ruff and mypy
 	@$(BIN)/ruff format --check .
 	@$(WAITING) mypy 30 $(BIN)/mypy
 	@MYPYPATH=.:tests/support:benchmarks/cluster:benchmarks/harness $(WAITING) "mypy benchmarks" 10 $(BIN)/mypy $(wildcard benchmarks/*.py)
+	@MYPYPATH=. $(WAITING) "mypy benchmarks/job" 10 $(BIN)/mypy --explicit-package-bases -p benchmarks.job -m benchmarks.peers.loopback -m benchmarks.peers.plot
 	@for each in harness soak cluster teardown weights gpu; do MYPYPATH=.:benchmarks/harness:benchmarks/weights:benchmarks/$$each \
 	  $(WAITING) "mypy benchmarks/$$each" 10 $(BIN)/mypy benchmarks/$$each || exit 1; done
 

@@ -1,4 +1,4 @@
-"""Install what `transport bench job` and `loopback` measure with --peers, each into an environment in build/peers.
+"""Install what `python benchmarks/job` and `loopback` measure with --peers, each into an environment in build/peers.
 
     .venv/bin/python benchmarks/install_peers.py [NAME …]
 
@@ -15,7 +15,10 @@ import sys
 from pathlib import Path
 
 from transport.bench.processes import last_line
-from transport.bench.registry import ENVIRONMENTS, JOB_PEERS, PEERS, REASON_FILE, STAMP_FILE, Peer, library_path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.peers.registry import ENVIRONMENTS, JOB_PEERS, PEERS, REASON_FILE, STAMP_FILE, Peer, library_path
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 from waiting import waiting

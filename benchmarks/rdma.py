@@ -13,17 +13,21 @@ import argparse
 import asyncio
 import os
 import resource
+import sys
 import time
 from pathlib import Path
 
 import numpy as np
 
 from transport import SharedRingBuffer, UCXXClient, UCXXServer
-from transport.bench.reads import floor
 from transport.bench.result import Case
 from transport.bench.units import parse_sizes
 from transport.errors import MissingDependencyError
 from transport.settings import Settings
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.peers import floor
 
 COUNTERS = Path("/sys/class/infiniband")
 BATCH = 16

@@ -25,7 +25,6 @@ import typer
 from transport import _ring
 from transport.bench.machine import machine
 from transport.bench.processes import run_group
-from transport.bench.programs import ROOT, build
 from transport.bench.result import Report, aligned
 from transport.bench.units import show_size
 from transport.cli import run_program
@@ -35,6 +34,10 @@ from transport.ring.buffer import SharedRingBuffer
 from transport.runtime.interruption import segment_prefix
 from transport.runtime.progress import Progress, bar_with_time_left
 from transport.schema import Schema
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.peers.programs import build
 
 _NAME = "ring_bench"
 _SEGMENTS = "test-bench-"
@@ -53,7 +56,7 @@ def measure(progress: Progress, sizes: Sequence[int] = _SIZES) -> list[Row]:
     """
     steps = len(sizes) + 2
     progress(0, steps, 0)
-    program = build(ROOT, _NAME)
+    program = build(_NAME)
     progress(1, steps, 0)
     rows = native_rows(program)
     for number, size in enumerate(sizes):

@@ -7,18 +7,29 @@ reaches it while it is imported, or raise another error for it.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from typing import NoReturn
 
 from transport.runtime import interruption
 
 
 def main() -> None:
     """Run the command of the command line, and exit with its status."""
+    exit_with(_command)
+
+
+def _command() -> int:
+    from transport.cli import run
+
+    return run(sys.argv[1:])
+
+
+def exit_with(program: Callable[[], int]) -> NoReturn:
+    """Run a program that Ctrl-C ends within a time limit, and exit with the status that it returns."""
     with interruption.bounded() as watch:
         try:
-            from transport.cli import run
-
-            status = run(sys.argv[1:])
-        except (KeyboardInterrupt, Exception):  # before `run` could catch it
+            status = program()
+        except (KeyboardInterrupt, Exception):  # before the program could catch it
             if not watch.begun:
                 raise
             status = interruption.STATUS

@@ -1,6 +1,6 @@
 """The trajectory job into device memory: a writer's process, a trainer that takes batches of 32 and consumes them.
 
-The arrays of `bench job --payload trajectory`, of uneven lengths. Beside ours, what a trainer does with torch alone:
+The arrays of `benchmarks/job --payload trajectory`, of uneven lengths. Beside it, what a trainer does with torch alone:
 the same payloads as views of the slots, padded or concatenated on the host by torch, then copied to the device.
 """
 
@@ -9,14 +9,18 @@ from __future__ import annotations
 import sys
 import time
 import warnings
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from writer import served
 
 from transport import SharedRingBuffer, Trainer, UCXXServer
-from transport.bench.job.trajectories import TOKENS
-from transport.bench.job.trajectory_rows import schema
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.job.trajectories import TOKENS
+from benchmarks.job.trajectory_rows import schema
 
 BATCH = 32
 RAGGED = ("tokens", "logprobs", "ref_logprobs", "old_logprobs")

@@ -9,13 +9,17 @@ import logging
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 
 from transport import Rollout, ServerOptions, Trainer
-from transport.bench.job.ours import schema_of
-from transport.bench.job.work import HEADER
 from transport.errors import RingFullError
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.job.ours import schema_of
+from benchmarks.job.work import HEADER
 
 _BATCH = 32
 _RING_BYTES = 128 << 20

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from transport import Rollout, Schema, Trainer, UpTo
+from transport import Rollout, Schema, Settings, Trainer, UpTo
 from transport.errors import RingFullError
-from transport.settings import Settings
 
 ROLLOUTS = 2
 EPISODES = 120  # of all rollouts

@@ -71,13 +71,9 @@ def test_actors_and_tasks_pass_tickets_and_read_by_them() -> None:
 @pytest.mark.ucx
 @pytest.mark.timeout(280)
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install ray")
-def test_the_block_to_paste_runs(tmp_path: Path) -> None:
-    page = Path(__file__).resolve().parents[2] / "docs" / "ADAPTERS.md"
-    section = page.read_text(encoding="utf-8").split("\n## Ray\n")[1]
-    block = section.split("```python\n")[1].split("```")[0]
-    program = tmp_path / "job.py"
-    program.write_text(block, encoding="utf-8")
-    # The block's ray.init() would join the cluster of a test that runs beside this one.
+def test_the_example_runs() -> None:
+    program = Path(__file__).resolve().parents[2] / "examples" / "ray_job.py"
+    # ray.init() would join the cluster of a test that runs beside this one.
     environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": "local"}
     done = subprocess.run([sys.executable, str(program)], env=environment, capture_output=True, text=True, timeout=270)
     assert done.returncode == 0, done.stderr

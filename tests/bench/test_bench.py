@@ -13,15 +13,15 @@ import pytest
 from bench_cases import case, report, sample
 from helpers import asynchronous
 
+from benchmarks.peers.plot import pictures
 from transport import SharedRingBuffer
 from transport.bench.processes import Worker, run_group
-from transport.bench.reads.harness import Content, Tally, percentile
+from transport.bench.reads.content import Content, Tally, percentile
 from transport.bench.reads.reader import Reader, Reading
 from transport.bench.reads.writer import Writing
 from transport.bench.result import Row
 from transport.bench.units import parse_size
 from transport.cli import run
-from transport.cli.bench_plot import pictures
 from transport.errors import ChecksumError, LinkError, UsageError
 
 
@@ -143,11 +143,12 @@ def test_a_program_that_does_not_end_is_ended_with_its_group() -> None:
 
 
 # --- the picture ----------------------------------------------------------------------------------
+ROOT = Path(__file__).resolve().parents[2]
 DRAW = """
 import sys
 from pathlib import Path
 import msgspec
-from transport.cli.bench_plot import check, draw_reads
+from benchmarks.peers.plot import check, draw_reads
 from transport.bench.result import Report, Row
 report = msgspec.json.decode(sys.stdin.buffer.read(), type=Report)
 path = Path(sys.argv[1])
@@ -162,7 +163,7 @@ def test_the_picture_is_a_png(tmp_path: Path) -> None:
     path = tmp_path / "picture.png"
     # in a process of its own, since matplotlib keeps its fonts open for life
     encoded = msgspec.json.encode(report())
-    subprocess.run([sys.executable, "-c", DRAW, str(path)], input=encoded, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", DRAW, str(path)], input=encoded, cwd=ROOT, check=True, timeout=60)
     assert not path.exists()
     drawn = sorted(tmp_path.iterdir())
     assert drawn == sorted(pictures(report().rows, path))

@@ -13,7 +13,7 @@ from measure import Case, configurations
 from model import Model
 
 from transport import SharedRingBuffer
-from transport.bench.reads.harness import Content
+from transport.bench.reads.content import Content
 from transport.bench.reads.reader import ON_DEVICE, Reader, Reading
 from transport.cli import run
 from transport.weights.versions.layout import weights_checksum

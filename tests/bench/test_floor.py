@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from transport.bench import registry
-from transport.bench.reads import floor, loopback
+from benchmarks.peers import floor, loopback, registry
 from transport.bench.result import Case
 from transport.errors import MissingDependencyError
 
@@ -16,7 +15,7 @@ pytestmark = pytest.mark.ucx
 
 
 def test_the_floor_hashes_where_our_reads_verify() -> None:
-    found = loopback.peer_cases(registry.chosen("ucx_floor"), [1 << 20], [8], ["mapped", "tcp"], [False, True])
+    found = loopback.cases(registry.chosen("ucx_floor"), [1 << 20], [8], ["mapped", "tcp"], [False, True])
     assert [(each.case, each.wire, each.checksum) for each in found] == [("ask", "tcp", False), ("ask", "tcp", True)]
 
 

@@ -12,16 +12,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from transport.bench import registry, session
-from transport.bench.job import driver, plan
-from transport.bench.job.driver import JobSample
-from transport.bench.job.plan import JobCase
-from transport.bench.job.rows import JobRow
+from benchmarks.job import driver, plan
+from benchmarks.job.command import run
+from benchmarks.job.driver import JobSample
+from benchmarks.job.plan import JobCase
+from benchmarks.job.rows import JobRow
+from benchmarks.peers import registry
+from transport.bench import session
 from transport.bench.result import Report
-from transport.cli import run
 from transport.errors import LinkError, MissingDependencyError
 from transport.runtime.progress import silent
 
+ROOT = Path(__file__).resolve().parents[2]
 KEYS = (
     "peer", "wire", "layout", "size_bytes", "writers", "trainers", "payloads_per_s", "gb_per_s", "ms_p50",
     "ms_p99", "cpu_us_per_payload", "lost", "duplicated",
@@ -79,7 +81,7 @@ def test_all_ways_of_a_size_have_the_same_batches_and_window() -> None:
 def test_what_cannot_be_measured_is_refused_before_anything_runs(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(["bench", "job", *arguments]) == 2
+    assert run(arguments) == 2
     assert message in capsys.readouterr().err
 
 
@@ -87,17 +89,8 @@ def test_without_xxhash_the_error_names_the_extra(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    assert run(["bench", "job"]) == 1
-    assert "bench job needs xxhash: pip install " in capsys.readouterr().err
-
-
-def test_an_installed_package_without_the_peers_scripts_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    elsewhere = msgspec.structs.replace(registry.JOB_PEERS["zmq"], folder=tmp_path)
-    monkeypatch.setitem(registry.JOB_PEERS, "zmq", elsewhere)
-    with pytest.raises(MissingDependencyError, match="run bench job in a checkout"):
-        driver.measure(case(peer="zmq", wire="tcp"), 0.01)
+    assert run([]) == 1
+    assert "benchmarks/job needs xxhash: pip install " in capsys.readouterr().err
 
 
 # --- accounts -------------------------------------------------------------------------------------
@@ -123,8 +116,8 @@ import sys
 from pathlib import Path
 
 import msgspec
-from transport.bench.job.rows import JobRow
-from transport.cli.bench_plot import draw_job
+from benchmarks.job.rows import JobRow
+from benchmarks.peers.plot import draw_job
 from transport.bench.result import Report
 
 report = msgspec.json.decode(sys.stdin.buffer.read(), type=Report)
@@ -140,7 +133,7 @@ def test_the_picture_is_a_png(tmp_path: Path, idle: bool) -> None:
     path = tmp_path / "job.png"
     # in a process of its own, since matplotlib keeps its fonts open for life
     encoded = msgspec.json.encode(report(idle))
-    subprocess.run([sys.executable, "-c", DRAW, str(path)], input=encoded, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", DRAW, str(path)], input=encoded, cwd=ROOT, check=True, timeout=60)
     assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
@@ -171,7 +164,7 @@ def test_a_lost_payload_of_ours_is_a_failure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(driver, "measure", lambda *_: sample(lost=3, duplicated=1))
-    assert run(["bench", "job", "--sizes", "4KiB", "--wire", "mapped,tcp", "--repetitions", "1"]) == 1
+    assert run(["--sizes", "4KiB", "--wire", "mapped,tcp", "--repetitions", "1"]) == 1
     assert "mapped, 4096 bytes: 3 payloads lost, 1 came twice" in capsys.readouterr().err
 
 

@@ -16,9 +16,9 @@ import msgspec
 import pytest
 from redis_server import needs_redis
 
-from transport.bench import registry
-from transport.bench.job import driver, plan
-from transport.cli import run
+from benchmarks.job import driver, plan
+from benchmarks.job.command import run
+from benchmarks.peers import registry
 from transport.errors import LinkError
 
 SHORT = ("--sizes", "4KiB", "--seconds", "0.01", "--repetitions", "1", "--batch", "4")
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def rows_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
     """Rows of a short run, everything consumed once."""
-    assert run(["bench", "job", *SHORT, *arguments, "--json", "-"]) == 0
+    assert run([*SHORT, *arguments, "--json", "-"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["failed"] == []
     assert report["skipped"] == {}
@@ -157,10 +157,8 @@ def members(process: int) -> set[int]:
 def test_ctrl_c_leaves_neither_processes_nor_segments(tmp_path: Path, number: signal.Signals) -> None:
     command = [
         sys.executable,
-        "-m",
-        "transport",
-        "bench",
-        "job",
+        "-P",
+        "benchmarks/job",
         "--sizes",
         "64KiB",
         "--wire",

@@ -11,10 +11,11 @@ import pytest
 from bench_cases import case
 from benchmark_programs import benchmark_module
 
-from transport.bench import registry
-from transport.bench.programs import build
+from benchmarks.peers import loopback as peers_loopback
+from benchmarks.peers import registry
+from transport.bench import checkout, session
 from transport.bench.reads import loopback
-from transport.bench.result import Case, Sample
+from transport.bench.result import Case, Row, Sample
 from transport.cli import run
 from transport.errors import LinkError, MissingDependencyError
 from transport.runtime.progress import silent
@@ -83,8 +84,8 @@ def test_read_many_is_measured_by_batches() -> None:
 def test_a_peer_that_fails_is_skipped_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     # this Python has no zmq: a peer whose environment is broken
     monkeypatch.setitem(registry.PEERS, "pyzmq", msgspec.structs.replace(registry.PEERS["pyzmq"], environment=""))
-    cases = loopback.peer_cases([registry.PEERS["pyzmq"]], [1024], [1, 8], ["tcp"])
-    outcome = loopback.run(cases, 0.01, 1, silent)
+    cases = peers_loopback.cases([registry.PEERS["pyzmq"]], [1024], [1, 8], ["tcp"])
+    outcome = session.run(cases, 1, silent, lambda case: peers_loopback.measure(case, 0.01), Row.of)
     assert outcome.rows == outcome.failed == []
     assert set(outcome.skipped) == {f"pyzmq, read over tcp, 1 KiB, {number} in flight" for number in (1, 8)}
     assert all(why.startswith("status 1: ModuleNotFoundError") for why in outcome.skipped.values())
@@ -96,7 +97,7 @@ def test_our_own_failure_is_reported_and_the_others_go_on(
     def fail(_: Case, __: float) -> Sample:
         raise LinkError("cut off")
 
-    monkeypatch.setattr(loopback, "_measure_ours", fail)
+    monkeypatch.setattr(loopback, "measure", fail)
     arguments = ["--sizes", "1KiB", "--concurrency", "1", "--wire", "tcp", "--peers", "memcpy", "--json", "-"]
     assert run(["bench", "loopback", *arguments, *SHORT]) == 1
     printed = capsys.readouterr()
@@ -105,6 +106,15 @@ def test_our_own_failure_is_reported_and_the_others_go_on(
     report = json.loads(printed.out)
     assert report["failed"] == [what]
     assert [row["peer"] for row in report["rows"]] == ["memcpy"]
+
+
+@pytest.mark.parametrize("option", [("--peers", "memcpy"), ("--plot", "bench.png")])
+def test_an_option_that_needs_the_sources_says_so_where_there_are_none(
+    option: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(checkout, "_ROOT", tmp_path)
+    assert run(["bench", "loopback", "--wire", "mapped", *SHORT, *option]) == 1
+    assert f"{option[0]} needs the project's sources" in capsys.readouterr().err
 
 
 def test_the_reason_of_a_skipped_peer_is_what_its_installation_said(
@@ -138,8 +148,3 @@ def test_rows_from_cpp_are_the_lines_that_the_program_prints(tmp_path: Path) -> 
     rows = ring.native_rows(program)
     assert rows == [lines[0], {**lines[1], "copy_to_memcpy": 0.75}]
     assert "cycles per s" in ring.table(rows)
-
-
-def test_without_sources_the_cpp_rows_say_so(tmp_path: Path) -> None:
-    with pytest.raises(MissingDependencyError, match="need the project's sources"):
-        build(tmp_path, "ring_bench")

@@ -1,4 +1,4 @@
-"""`bench job --payload trajectory`: what comes back is compared, every figure is there, a missing peer is said."""
+"""`benchmarks/job --payload trajectory`: what comes back is compared, every figure is there, a missing peer is said."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from transport.bench import registry
-from transport.bench.job import trajectory_rows
-from transport.bench.job.trajectories import TWO, WrongTrajectoryError, check, sample
-from transport.cli import run
+from benchmarks.job import trajectory_rows
+from benchmarks.job.command import run
+from benchmarks.job.trajectories import TWO, WrongTrajectoryError, check, sample
+from benchmarks.peers import registry
 from transport.ring.packing import describe
 
 SHORT = ("--payload", "trajectory", "--seconds", "0.01", "--repetitions", "1", "--batch", "2")
@@ -25,7 +25,7 @@ def test_a_trajectory_fits_the_schema() -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("wire", ["mapped", pytest.param("tcp", marks=pytest.mark.ucx)])
 def test_put_get_and_the_whole_job_are_measured(wire: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["bench", "job", *SHORT, "--wire", wire, "--json", "-"]) == 0
+    assert run([*SHORT, "--wire", wire, "--json", "-"]) == 0
     [row] = json.loads(capsys.readouterr().out)["rows"]
     assert (row["peer"], row["wire"], row["batch"], row["get_bytes"]) == ("transport", wire, 2, 2 * 4 * 8192)
     assert all(row[name] > 0 for name in ("put_us", "get_us", "job_us"))
@@ -35,7 +35,7 @@ def test_a_peer_that_is_not_installed_is_left_out_and_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(registry, "ENVIRONMENTS", tmp_path)
-    assert run(["bench", "job", *SHORT, "--wire", "mapped", "--peers", "all"]) == 0
+    assert run([*SHORT, "--wire", "mapped", "--peers", "all"]) == 0
     shown = capsys.readouterr().out
     assert "transferqueue left out: not installed; run: make bench-peers" in shown
     assert "two fields" in shown
@@ -48,7 +48,7 @@ def test_a_peer_that_is_not_installed_is_left_out_and_said(
 def test_what_makes_no_sense_is_refused(
     arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(["bench", "job", *arguments]) != 0
+    assert run([*arguments]) != 0
     assert message in capsys.readouterr().err
 
 

@@ -67,7 +67,7 @@ def test_a_shell_can_complete_the_commands(shell: str) -> None:
     [
         ("juggle", "juggle"),
         ("demo --juggle", "--juggle"),
-        ("bench job --juggle", "--juggle"),
+        ("bench loopback --juggle", "--juggle"),
         ("read", "TICKET"),
         ("demo --wire pigeon", "pigeon"),
         ("demo --wire auto,tcp", "--wire auto,tcp"),

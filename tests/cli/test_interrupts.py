@@ -24,6 +24,7 @@ from transport import SharedRingBuffer, UCXXServer, _ring
 from transport.cli import run
 from transport.runtime import interruption
 
+ROOT = Path(__file__).resolve().parents[2]
 SEED = os.environ.get("INTERRUPT_SEED", "0")
 RUNS = int(os.environ.get("INTERRUPT_RUNS", "1"))
 PATIENCE_S = 60.0
@@ -37,8 +38,8 @@ COMMANDS: dict[str, tuple[tuple[str, ...], tuple[Way, ...], float]] = {
     "demo": (("demo", "--episodes", "1000000"), ("group",), 4.0),
     "bench loopback": (("bench", "loopback", "--sizes", "64KiB,1MiB", *SHORT), BOTH, 3.0),
     "bench serve": (("bench", "serve", "--port", "0"), ("group",), 1.0),
-    "bench job": (
-        ("bench", "job", "--queue", "rings,redis", "--wire", "mapped,tcp", "--sizes", "64KiB", *SHORT),
+    "benchmarks/job": (
+        (str(ROOT / "benchmarks" / "job"), "--wire", "mapped,tcp", "--sizes", "64KiB", *SHORT),
         BOTH,
         4.0,
     ),

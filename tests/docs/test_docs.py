@@ -35,6 +35,7 @@ TORCH = pytest.mark.adapters("torch"), pytest.mark.timeout(400)
 EXAMPLES = [
     pytest.param(path, id=path.name, marks=TORCH if "import torch" in path.read_text(encoding="utf-8") else ())
     for path in sorted((ROOT / "examples").glob("*.py"))
+    if "import ray" not in path.read_text(encoding="utf-8")  # tests/adapters/test_ray.py runs those
 ]
 
 

@@ -30,7 +30,9 @@ def instants(seed: str, ways: Sequence[Way], longest_s: float) -> list[tuple[flo
 
 
 def interrupted(arguments: Sequence[str], after_s: float, way: Way, folder: Path) -> list[str]:
-    """Start ``transport …``, interrupt it after ``after_s``, and say what is wrong then; nothing if empty.
+    """Start ``transport …`` and interrupt it after ``after_s``; return the defects found then.
+
+    arguments: of the command; a first one that is an absolute path is another program.
 
     way: SIGINT to all processes of its group, or only to itself, or Ctrl-C on its terminal.
     """
@@ -88,8 +90,9 @@ def _started(
         ours, theirs = os.openpty() if way == "terminal" else (-1, -1)
         for descriptor in {ours, theirs} - {-1}:
             stack.callback(os.close, descriptor)
+        program = [] if Path(arguments[0]).is_absolute() else ["-m", "transport"]
         process = subprocess.Popen(
-            [sys.executable, "-X", "faulthandler", "-m", "transport", *arguments],
+            [sys.executable, "-X", "faulthandler", *program, *arguments],
             stdin=theirs if way == "terminal" else subprocess.DEVNULL,
             stdout=theirs if way == "terminal" else out,
             stderr=out,

@@ -1,4 +1,4 @@
-"""A peer of `bench job` for tests: payloads over a plain socket, but one of them is lost and another comes twice."""
+"""A peer of benchmarks/job for tests: payloads over a plain socket, but one of them is lost and another comes twice."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """The JSON of `bench loopback`, `bench job` and of the programs in benchmarks/.
+    """The JSON of `bench loopback`, `benchmarks/job` and of the programs in benchmarks/.
 
     Attributes:
         settings: the UCX settings in force, by wire.

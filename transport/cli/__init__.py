@@ -67,11 +67,11 @@ def run(arguments: Sequence[str]) -> int:
     return _run(app, "transport", " ".join(["transport", *_named(arguments)]), arguments)
 
 
-def run_program(name: str, command: Callable[..., int | None]) -> int:
-    """Run a benchmark that is a program of its own, with the arguments of this process, as `run` runs a command."""
+def run_program(name: str, command: Callable[..., int | None], arguments: Sequence[str] | None = None) -> int:
+    """Run a benchmark that is a program of its own as `run` runs a command. Default: this process's arguments."""
     program = typer.Typer(pretty_exceptions_enable=False)
     program.command()(command)
-    return _run(program, name, name, sys.argv[1:])
+    return _run(program, name, name, sys.argv[1:] if arguments is None else arguments)
 
 
 def _run(program: typer.Typer, name: str, command: str, arguments: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""``transport bench``: measures this package and, doing the same work, its alternatives."""
+"""``transport bench``: measures reads and, in a checkout, what else does the same work."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from transport.cli.bench_job import EXAMPLE as _JOB_EXAMPLE
-from transport.cli.bench_job import job
 from transport.cli.output import JsonTarget, about, causes, emit, status_of
 from transport.errors import UsageError
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from transport.runtime.progress import Progress
 
 app = typer.Typer(
-    help="Measure the whole job, and reads, on this host or between two.",
-    epilog="Example: transport bench job --peers all --plot job.png",
+    help="Measure reads on this host or between two.",
+    epilog="Example: transport bench loopback --sizes 64KiB,1MiB",
     pretty_exceptions_enable=False,
 )
 
@@ -26,8 +26,6 @@ _LOOPBACK_EXAMPLE = "Example: transport bench loopback --sizes 64KiB,1MiB --peer
 _SERVE_EXAMPLE = "Example: transport bench serve --port 7100"
 _FETCH_EXAMPLE = "Example: transport bench fetch node7:7100 --wire rdma --listeners 4 --json rdma.json"
 
-
-app.command("job", epilog=_JOB_EXAMPLE)(job)
 
 _WIRES = ("mapped", "shm", "tcp", "rdma")
 _NETWORK = ("tcp", "rdma")
@@ -43,7 +41,8 @@ _Device = Annotated[
     typer.Option(metavar="cuda", help="Measure from device memory to device memory; needs CuPy. Default: host."),
 ]
 _Plot = Annotated[
-    Path | None, typer.Option(metavar="FILE.png", help="Draw FILE-host.png and FILE-network.png. Default: neither.")
+    Path | None,
+    typer.Option(metavar="FILE.png", help="In a checkout: draw FILE-host.png and FILE-network.png."),
 ]
 _Repetitions = Annotated[int, typer.Option(min=1, help="Repetitions in fresh processes; each row is their median.")]
 _EVERYWHERE = "mapped,shm,tcp"
@@ -60,7 +59,8 @@ def loopback(
     readers: Annotated[int, typer.Option(min=1, max=14, help="Reader processes; each reads every payload.")] = 1,
     checksum: _Checksum = "on",
     peers: Annotated[
-        str | None, typer.Option(metavar="all|NAME,…", help="Alternatives to measure as well. Default: none.")
+        str | None,
+        typer.Option(metavar="all|NAME,…", help="In a checkout: alternatives to measure as well."),
     ] = None,
     device: _Device = None,
     plot: _Plot = None,
@@ -71,31 +71,34 @@ def loopback(
 
     Exit status 1 when one of our own reads failed; a peer that fails is reported and left out.
     """
+    from transport.bench import session
+    from transport.bench.checkout import beside
     from transport.bench.machine import machine, settings_of
     from transport.bench.reads import loopback as reads
-    from transport.bench.registry import chosen
-    from transport.bench.result import Report, table
+    from transport.bench.result import OURS, Case, Report, Row, Sample, table
     from transport.bench.units import parse_sizes
-    from transport.cli.bench_plot import check, draw_reads
 
     _check_device(device)
     sizes_bytes = parse_sizes(sizes)
     concurrencies = _concurrencies(concurrency)
     wires = _wires(wire, _WIRES)
-    others = chosen(peers) if peers is not None else []
-    if plot is not None:
-        check(plot)
-    work = [
-        *reads.cases(sizes_bytes, concurrencies, wires, _checksums(checksum), readers, device is not None),
-        *reads.peer_cases(others, sizes_bytes, concurrencies, wires, _checksums(checksum)),
-    ]
+    work = reads.cases(sizes_bytes, concurrencies, wires, _checksums(checksum), readers, device is not None)
+    if peers is not None:
+        others, names = beside("--peers", "loopback"), beside("--peers", "registry").chosen(peers)
+        work += others.cases(names, sizes_bytes, concurrencies, wires, _checksums(checksum))
+    drawing = _picture(plot)
+
+    def measure(case: Case) -> Sample:
+        sample: Sample = (reads if case.peer == OURS else others).measure(case, seconds / repetitions)
+        return sample
+
     where = machine()
     with _bar("measuring") as progress:
-        outcome = reads.run(work, seconds, repetitions, progress)
+        outcome = session.run(work, repetitions, progress, measure, Row.of)
     report = Report(machine=where, settings={each: settings_of(each) for each in wires}, **outcome._asdict())
     emit(report, "\n".join([about(report), "", table(outcome.rows, outcome.skipped)]), json_target)
-    if plot is not None and outcome.rows:
-        draw_reads(report, plot)
+    if drawing is not None and outcome.rows:
+        drawing.draw_reads(report, plot)
     return status_of("transport bench loopback", causes(outcome.failed))
 
 
@@ -151,7 +154,6 @@ def fetch(
     from transport.bench.reads import remote
     from transport.bench.result import Report, Row, table
     from transport.bench.units import parse_sizes
-    from transport.cli.bench_plot import check, draw_reads
     from transport.client.connections.pool import port_of
     from transport.doctor import infiniband
 
@@ -160,8 +162,7 @@ def fetch(
         raise UsageError(f"--wire {wire}: choose tcp or rdma; within one host use transport bench loopback")
     _wires(wire, _NETWORK)
     _check_device(device)
-    if plot is not None:
-        check(plot)
+    drawing = _picture(plot)
     work = remote.cases(
         parse_sizes(sizes),
         _concurrencies(concurrency),
@@ -190,9 +191,20 @@ def fetch(
     lines = [about(report), f"server: {other.get('cpu')}, {other.get('cores')} cores", "", table(rows, {})]
     lines += [f"port {name}: {size / 1e6:.1f} MB" for name, size in report.rails.items()]
     emit(report, "\n".join(lines), json_target)
-    if plot is not None:
-        draw_reads(report, plot)
+    if drawing is not None:
+        drawing.draw_reads(report, plot)
     return 0
+
+
+def _picture(plot: Path | None) -> ModuleType | None:
+    """Return the module that draws, once it is known that the picture can be drawn; None without a picture."""
+    from transport.bench.checkout import beside
+
+    if plot is None:
+        return None
+    drawing = beside("--plot", "plot")
+    drawing.check(plot)
+    return drawing
 
 
 def _wires(names: str, among: tuple[str, ...]) -> list[str]:

@@ -6,16 +6,19 @@ import contextlib
 import signal
 import sys
 import time
+from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
+import msgspec
 import typer
 
 from transport.cli.output import JsonTarget, Said, emit, status_of
-from transport.errors import UsageError
+from transport.errors import MissingDependencyError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from transport.demo.cartpole import Options, Report
     from transport.wires import Wire
 
 EXAMPLE = "Example: transport demo --rollouts 4 --readers 2 --wire tcp --json demo.json"
@@ -44,7 +47,12 @@ def demo(
     The program is one file, transport/demo/cartpole.py, to be copied. Exit status 1 when a payload was lost or came
     twice, or the policy did not learn.
     """
-    from transport.demo.cartpole import Options, run
+    try:
+        from transport.demo.cartpole import Options, run
+    except ModuleNotFoundError as error:
+        from transport.runtime.installing import install
+
+        raise MissingDependencyError(f"the demo needs Gymnasium's CartPole: {install('demo')}") from error
     from transport.runtime.interruption import owning_segment, segment_prefix
 
     signal.signal(signal.SIGTERM, _stop)  # as Ctrl-C: everything ends in order
@@ -52,7 +60,7 @@ def demo(
     options = Options(run=name, rollouts=rollouts, episodes=episodes, readers=readers, wire=_wires(wire), seed=seed)
     try:
         with _progress(episodes) as shown, owning_segment(f"transport-offers-{name}"):
-            summary = run(options, shown)
+            summary = Summary.of(run(options, shown), options)
     except KeyboardInterrupt as stop:
         how, number = ("stopped by SIGTERM", signal.SIGTERM) if stop.args else ("interrupted", signal.SIGINT)
         print(f"transport demo: {how}; nothing is left behind", file=sys.stderr)
@@ -69,6 +77,56 @@ def demo(
             f"{summary.mean_return_last:.1f}, due is {target:g} times as much (more --episodes, or another --seed)"
         )
     return status_of("transport demo", found)
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """The demo's JSON. Bytes and deliveries are those of all trainers."""
+
+    payloads: int
+    bytes: int
+    lost: int
+    duplicates: int
+    stale: int
+    retries: int
+    seconds: float
+    wire: str
+    mean_return_first: float  # of the first tenth of the episodes
+    mean_return_last: float
+    deliveries: int
+    bytes_by_wire: dict[str, int]
+    updates: int
+    mean_age: float  # of an episode, in versions of the policy
+
+    @classmethod
+    def of(cls, report: Report, options: Options) -> Summary:
+        """Sum up what the trainers have reported."""
+        tenth = max(1, options.episodes // 10)
+        return cls(
+            payloads=len(report.returns),
+            bytes=report.by_wire.total(),
+            lost=options.episodes * options.readers - report.deliveries,
+            duplicates=report.duplicates,
+            stale=0,
+            retries=report.retries,
+            seconds=report.seconds,
+            wire=",".join(sorted(report.by_wire)),
+            mean_return_first=fmean(report.returns[:tenth] or [0]),
+            mean_return_last=fmean(report.returns[-tenth:] or [0]),
+            deliveries=report.deliveries,
+            bytes_by_wire=dict(report.by_wire),
+            updates=report.updates,
+            mean_age=fmean(report.ages or [0]),
+        )
+
+    def __str__(self) -> str:
+        wires = ", ".join(f"{size / 1e6:.1f} MB by {wire}" for wire, size in self.bytes_by_wire.items()) or "0 bytes"
+        return (
+            f"payloads  {self.payloads} episodes, {self.deliveries} deliveries in {self.seconds:.1f} s\n"
+            f"bytes     {wires}\n"
+            f"faults    {self.lost} lost, {self.duplicates} duplicates, {self.stale} stale, {self.retries} retries\n"
+            f"learning  mean return {self.mean_return_first:.1f} → {self.mean_return_last:.1f} in {self.updates} "
+            f"updates, from episodes {self.mean_age:.1f} versions old"
+        )
 
 
 def _stop(number: int, _: object) -> NoReturn:
@@ -92,7 +150,7 @@ def _wires(names: str) -> str | frozenset[Wire]:
 
 
 @contextlib.contextmanager
-def _progress(episodes: int) -> Iterator[Callable[[int, int, float], None]]:
+def _progress(episodes: int) -> Iterator[Callable[[Report], None]]:
     """A bar on a terminal; elsewhere a line for each tenth of the run, and after a while without one."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -103,9 +161,10 @@ def _progress(episodes: int) -> Iterator[Callable[[int, int, float], None]]:
     with Progress(*columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=episodes, what="starting")
 
-        def show(done: int, size: int, mean_return: float) -> None:
+        def show(report: Report) -> None:
             nonlocal tenth, said_at
-            what = f"{size / 1e6:.1f} MB, mean return {mean_return:.1f}"
+            done = len(report.returns)
+            what = f"{report.by_wire.total() / 1e6:.1f} MB, mean return {fmean(report.returns[-64:]):.1f}"
             bar.update(task, completed=done, what=what)
             now = time.monotonic()
             if bar.disable and (done * 10 // episodes > tenth or now - said_at > _LINE_EVERY_S):

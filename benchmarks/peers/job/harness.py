@@ -1,8 +1,8 @@
-"""A peer's writer, trainer or service in `transport bench job`, in an environment that does not have this package.
+"""A peer's writer, trainer or service in `python benchmarks/job`, in an environment that does not have this package.
 
     python harness.py WORK NAME ROLE
 
-WORK is the path of transport/bench/job/work.py, which has everything that is the same for all: messages, payloads,
+WORK is the path of benchmarks/job/work.py, which has everything that is the same for all: messages, payloads,
 clock, verification. NAME.py beside this file has what differs, as classes that take a `work.Job`:
 
     Writer    address, helpers, prepare, write_many, close     (work.Writing)

@@ -1,4 +1,4 @@
-"""TransferQueue with trajectories, for transport/bench/job/trajectories.py: put, get_meta, get_data, clear_samples.
+"""TransferQueue with trajectories, for benchmarks/job/trajectories.py: put, get_meta, get_data, clear_samples.
 
 Arrays are stacked into tensors, text and messages are the stacks of other values that tensordict has. Controller and
 storage are Ray actors, in processes of their own.

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import iceoryx2 as iox2
 
 if TYPE_CHECKING:
-    from transport.bench.reads.harness import Bytes, Content, Link
+    from benchmarks.peers.reads.harness import Link
+    from transport.bench.reads.content import Bytes, Content
 
 _MOST_UNDER_WAY = 64
 _SHARED_MEMORY = Path("/dev/shm")

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from transport.bench.reads.harness import Bytes, Content, Link
+    from benchmarks.peers.reads.harness import Link
+    from transport.bench.reads.content import Bytes, Content
 
 
 def serve(content: Content, slots: int, link: Link) -> None:

@@ -10,7 +10,8 @@ from in_threads import InThreads
 from mooncake.engine import TransferEngine
 
 if TYPE_CHECKING:
-    from transport.bench.reads.harness import Bytes, Content, Link
+    from benchmarks.peers.reads.harness import Link
+    from transport.bench.reads.content import Bytes, Content
 
 _HOST = "127.0.0.1"
 

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from nixl_cu12._api import nixl_agent, nixl_agent_config
 
 if TYPE_CHECKING:
-    from transport.bench.reads.harness import Bytes, Content, Link
+    from benchmarks.peers.reads.harness import Link
+    from transport.bench.reads.content import Bytes, Content
 
 _UNDER_WAY = "PROC"
 _DONE = "DONE"

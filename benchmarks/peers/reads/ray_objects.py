@@ -24,7 +24,8 @@ os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 import ray  # reads them when it is imported
 
 if TYPE_CHECKING:
-    from transport.bench.reads.harness import Bytes, Content, Link
+    from benchmarks.peers.reads.harness import Link
+    from transport.bench.reads.content import Bytes, Content
 
 _HOST = "127.0.0.1"
 _NAMESPACE = "bench"

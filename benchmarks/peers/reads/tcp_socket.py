@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from in_threads import InThreads
 
 if TYPE_CHECKING:
-    from transport.bench.reads.harness import Bytes, Content, Link
+    from benchmarks.peers.reads.harness import Link
+    from transport.bench.reads.content import Bytes, Content
 
 _REQUEST = struct.Struct("<Q")
 

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import uvloop
 
-from transport.bench.reads.harness import Content
+from transport.bench.reads.content import Content
 from transport.client.client import UCXXClient
 from transport.devices.arrays import require_cupy
 from transport.errors import ChecksumError, WireNotAllowedError

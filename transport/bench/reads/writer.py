@@ -10,7 +10,7 @@ import sys
 
 import msgspec
 
-from transport.bench.reads.harness import Content
+from transport.bench.reads.content import Content
 from transport.devices.arrays import require_cupy
 from transport.ring.buffer import SharedRingBuffer
 from transport.server.server import UCXXServer

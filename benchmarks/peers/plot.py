@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from transport.bench.job.rows import JobRow
+from benchmarks.job.rows import JobRow
+from benchmarks.peers.registry import PEERS
 from transport.bench.reads.loopback import MANY_SMALL
-from transport.bench.registry import PEERS
 from transport.bench.result import OURS, Report, Row
 from transport.bench.units import show_size
 from transport.errors import MissingDependencyError, UsageError
@@ -53,7 +53,7 @@ class _Panel(NamedTuple):
 
 # --- what is drawn --------------------------------------------------------------------------------
 def draw_job(report: Report, path: Path) -> None:
-    """The picture of `bench job`."""
+    """The picture of `benchmarks/job`."""
     rows: Sequence[JobRow] = report.rows
     panels = [
         _Panel("Payloads a second (higher is better)", "payloads_per_s", rows),

@@ -1,4 +1,4 @@
-"""A redis-server for one repetition: `python -m transport.bench.job.redis_service`. It ends with this process's input.
+"""A redis-server for one repetition: `python benchmarks/job/redis_service.py`. It ends with this process's input.
 
 On a free port of the loopback, without persistence: what is measured is the way of the payloads, not a disk.
 """
@@ -13,10 +13,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
-from transport.bench.job.work import Job, main
 from transport.errors import LinkError, MissingDependencyError
 from transport.wire.addresses import LOOPBACK
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.job.work import Job, main
 
 PROGRAM = "redis-server"
 _START_S = 20.0

@@ -1,6 +1,6 @@
-"""A rollout and a `Trainer` as writer and trainer of `bench job`.
+"""A rollout and a `Trainer` as writer and trainer of `benchmarks/job`.
 
-`python -m transport.bench.job.ours writer|trainer` is one of them.
+`python benchmarks/job/ours.py writer|trainer` is one of them.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import itertools
 import sys
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from transport.bench.job.work import HEADER, Job, Training, Writing, main
 from transport.errors import RingFullError
 from transport.packer.options import ServerOptions
 from transport.packer.rollout import UCXXRolloutMixin
@@ -25,6 +25,10 @@ from transport.training.batch import Batch
 from transport.training.trainer import Trainer
 from transport.wire.addresses import LOOPBACK
 from transport.wires import Wire
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.job.work import HEADER, Job, Training, Writing, main
 
 _LOOK_S = 0.5  # how often a writer that waits for a free slot looks whether it is to end
 _ANSWERS = 2  # to `consume` that are waited for while batches are taken

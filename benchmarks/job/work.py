@@ -1,4 +1,4 @@
-"""What a writer and a trainer of `bench job` do, whatever carries the payloads: the same for us and for every peer.
+"""What a writer and a trainer of benchmarks/job do, whatever carries the payloads: the same for us and for every peer.
 
 Needs the standard library and xxhash only, since the peers run it in environments that do not have this package.
 

@@ -1,4 +1,4 @@
-"""What comes out of `bench job`: rows, and the table with our figures as multiples of the peers'."""
+"""What comes out of `benchmarks/job`: rows, and the table with our figures as multiples of the peers'."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from transport.bench.job.driver import JobSample
-from transport.bench.job.plan import JobCase
+from benchmarks.job.driver import JobSample
+from benchmarks.job.plan import JobCase
 from transport.bench.result import OURS, Report, aligned
 from transport.bench.units import show_size
 

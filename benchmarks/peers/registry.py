@@ -13,10 +13,10 @@ import msgspec
 
 from transport.errors import MissingDependencyError, UsageError
 
-_ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = _ROOT / "benchmarks" / "peers" / "reads"  # of a checkout; the wheel has none
-ENVIRONMENTS = _ROOT / "build" / "peers"
-JOB_SCRIPTS = _ROOT / "benchmarks" / "peers" / "job"
+_HERE = Path(__file__).resolve().parent
+SCRIPTS = _HERE / "reads"
+JOB_SCRIPTS = _HERE / "job"
+ENVIRONMENTS = _HERE.parents[1] / "build" / "peers"
 FLOOR = "ucx_floor"
 REASON_FILE = "skipped"
 STAMP_FILE = "installed"
@@ -92,7 +92,7 @@ def _for_job(name: str, script: str, wire: str, requirements: tuple[str, ...], s
     )
 
 
-# Of `bench job`: whole payloads from writers to trainers.
+# Of benchmarks/job: whole payloads from writers to trainers.
 _JOB = (
     _for_job("zmq", "zmq_push_pull", "tcp", ("pyzmq",)),
     _for_job("redis", "redis_list", "tcp", ("redis[hiredis]",), "redis"),

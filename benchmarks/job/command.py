@@ -1,21 +1,27 @@
-"""``transport bench job``: measures the whole job, from write to consumed, also with other carriers."""
+"""The program `benchmarks/job`: its options, and what it prints."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from transport.cli import run_program
 from transport.cli.output import JsonTarget, about, causes, emit, status_of
 from transport.errors import MissingDependencyError, UsageError
 from transport.runtime.installing import install
 
-EXAMPLE = "Example: transport bench job --wire mapped --peers all --plot job.png"
+_NAME = "benchmarks/job"
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the program with these arguments, and return its exit status."""
+    return run_program(_NAME, job, arguments)
 
 
 def job(
@@ -57,15 +63,15 @@ def job(
     Exit status 1 when one of our payloads failed, was lost or came twice; a peer that fails is reported and left out.
     """
     if importlib.util.find_spec("xxhash") is None:
-        raise MissingDependencyError(f"bench job needs xxhash: {install('bench')}")
+        raise MissingDependencyError(f"{_NAME} needs xxhash: {install('bench')}")
+    from benchmarks.job import driver, plan
+    from benchmarks.job.rows import JobRow, table
+    from benchmarks.peers.plot import check, draw_job
+    from benchmarks.peers.registry import JOB_PEERS, chosen
     from transport.bench import session
-    from transport.bench.job import driver, plan
-    from transport.bench.job.rows import JobRow, table
     from transport.bench.machine import machine, settings_of
-    from transport.bench.registry import JOB_PEERS, chosen
     from transport.bench.result import OURS, Report
     from transport.bench.units import parse_sizes
-    from transport.cli.bench_plot import check, draw_job
     from transport.runtime.progress import bar_with_time_left
 
     if payload not in ("bytes", "trajectory"):
@@ -79,7 +85,7 @@ def job(
         check(plot)
     work = plan.cases(parse_sizes(sizes), wires, shape, others, writers, trainers, batch, idle)
     where = machine()
-    with _stopped_as_by_ctrl_c(), bar_with_time_left("bench job") as progress:
+    with _stopped_as_by_ctrl_c(), bar_with_time_left(_NAME) as progress:
         outcome = session.run(work, repetitions, progress, lambda case: driver.measure(case, seconds), JobRow.of)
     report = Report(machine=where, settings={each: settings_of(each) for each in wires}, **outcome._asdict())
     emit(report, "\n".join([about(report), "", table(report)]), json_target)
@@ -91,28 +97,28 @@ def job(
         for row in outcome.rows
         if row.peer == OURS and row.lost + row.duplicated
     ]
-    return status_of("transport bench job", failed)
+    return status_of(_NAME, failed)
 
 
 def _trajectories(
     wire: str, peers: str | None, batch: int, seconds: float, repetitions: int, json_target: str | None
 ) -> int:
     """Put, get of two fields and the whole job, in one process with each wire."""
-    from transport.bench.job import plan
-    from transport.bench.job.trajectory_rows import PEERS, run, table
+    from benchmarks.job import plan
+    from benchmarks.job.trajectory_rows import PEERS, run, table
+    from benchmarks.peers.registry import JOB_PEERS, chosen
     from transport.bench.machine import machine, settings_of
-    from transport.bench.registry import JOB_PEERS, chosen
     from transport.bench.result import Report
     from transport.runtime.progress import bar_with_time_left
 
     others = [] if peers is None else chosen(",".join(PEERS) if peers == "all" else peers, JOB_PEERS)
     wires: Any = plan.check_wires(wire)
     where = machine()
-    with _stopped_as_by_ctrl_c(), bar_with_time_left("bench job") as progress:
+    with _stopped_as_by_ctrl_c(), bar_with_time_left(_NAME) as progress:
         outcome = run(wires, others, seconds, batch, repetitions, progress)
     report = Report(machine=where, settings={each: settings_of(each) for each in wires}, **outcome._asdict())
     emit(report, "\n".join([about(report), "", table(report)]), json_target)
-    return status_of("transport bench job", causes(outcome.failed))
+    return status_of(_NAME, causes(outcome.failed))
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What `bench job` measures: cases from its options, and what is refused before anything runs."""
+"""What `benchmarks/job` measures: cases from its options, and what is refused before anything runs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from transport.bench.job.work import HEADER
-from transport.bench.registry import Peer
+from benchmarks.job.work import HEADER
+from benchmarks.peers.registry import Peer
 from transport.bench.result import OURS
 from transport.bench.units import parse_names, show_size
 from transport.doctor import infiniband

@@ -1,4 +1,4 @@
-"""`bench job --payload trajectory`: our rings and TransferQueue with the same trajectories."""
+"""`benchmarks/job --payload trajectory`: our rings and TransferQueue with the same trajectories."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.job import trajectories
+from benchmarks.job.trajectories import TOKENS, Sample
+from benchmarks.peers.registry import JOB_PEERS, JOB_SCRIPTS, Peer, interpreter
 from transport.bench import session
-from transport.bench.job import trajectories
-from transport.bench.job.trajectories import TOKENS, Sample
 from transport.bench.processes import run_group
-from transport.bench.registry import JOB_PEERS, JOB_SCRIPTS, Peer, interpreter
 from transport.bench.result import OURS, Report, aligned
 from transport.bench.session import Outcome
 from transport.client.blocking import BlockingClient

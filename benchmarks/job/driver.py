@@ -14,15 +14,16 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from transport.bench.job import work
-from transport.bench.job.plan import JobCase
+from benchmarks.job import work
+from benchmarks.job.plan import JobCase
+from benchmarks.peers.registry import JOB_PEERS, interpreter
 from transport.bench.processes import Worker
-from transport.bench.reads.harness import percentile
-from transport.bench.registry import JOB_PEERS, interpreter
+from transport.bench.reads.content import percentile
 from transport.bench.result import OURS
-from transport.errors import LinkError, MissingDependencyError
+from transport.errors import LinkError
 from transport.runtime.interruption import segment_prefix
 
+_HERE = Path(__file__).resolve().parent
 _LOOK_S = 0.004
 _STALL_S = 30.0  # without a payload consumed
 _OTHERS_S = 1.0  # the first to fail makes others fail, and may end after them
@@ -127,7 +128,7 @@ class _Run:
         service = "" if self._case.peer == OURS else JOB_PEERS[self._case.peer].service
         if not service:
             return None
-        command = [sys.executable, "-P", "-m", "transport.bench.job.redis_service"]
+        command = [sys.executable, "-P", str(_HERE / "redis_service.py")]
         if service == "own":
             command = _command(self._case, "service")
         # It serves no writer or trainer in particular; the fields are there for all.
@@ -218,12 +219,9 @@ class _Run:
 
 def _command(case: JobCase, role: str) -> list[str]:
     if case.peer == OURS:
-        return [sys.executable, "-P", "-m", "transport.bench.job.ours", role]
+        return [sys.executable, "-P", str(_HERE / "ours.py"), role]
     peer = JOB_PEERS[case.peer]
-    harness = peer.folder / "harness.py"
-    if not harness.exists():
-        raise MissingDependencyError(f"its script {peer.folder.name} is not in the wheel; run bench job in a checkout")
-    return [interpreter(peer), str(harness), work.__file__, peer.script, role]
+    return [interpreter(peer), str(peer.folder / "harness.py"), work.__file__, peer.script, role]
 
 
 def account(names: np.ndarray, first: int, count: int, writers: int) -> tuple[int, int]:

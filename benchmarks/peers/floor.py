@@ -13,9 +13,9 @@ from pathlib import Path
 
 import msgspec
 
+from benchmarks.peers.programs import build
 from transport.bench.machine import settings_of
 from transport.bench.processes import run_group
-from transport.bench.programs import ROOT, build
 from transport.bench.result import Case, Sample
 from transport.errors import LinkError, MissingDependencyError
 from transport.runtime.installing import install
@@ -39,7 +39,7 @@ def program() -> Path:
         raise MissingDependencyError(f"the libucx wheel with UCX's headers is not installed: {install('libucx')}")
     folder = Path(wheel.origin).parent
     given = {"TRANSPORT_UCX_INCLUDE": folder / "include", "TRANSPORT_UCX_LIBRARIES": folder / "lib"}
-    return build(ROOT, _NAME, [f"-D{name}={path}" for name, path in given.items()])
+    return build(_NAME, [f"-D{name}={path}" for name, path in given.items()])
 
 
 def _library() -> Path:
