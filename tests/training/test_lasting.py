@@ -62,7 +62,7 @@ def test_payloads_without_a_version_pass_with_a_warning(
             assert len([each for each in caplog.messages if "max_age" in each]) == said
 
 
-@pytest.mark.parametrize("wrong", [{"client": ClientOptions(device="nothing")}, {"rings": "redis://nowhere"}])
+@pytest.mark.parametrize("wrong", [{"client": ClientOptions(device_receive="nothing")}, {"rings": "redis://nowhere"}])
 def test_a_trainer_that_cannot_be_made_leaves_neither_loop_nor_client(wrong: dict[str, object]) -> None:
     with pytest.raises(TransportError):
         Trainer(**{"schema": SCHEMA, "rings": "rings:nobody-", **wrong})  # type: ignore[arg-type]

@@ -145,6 +145,11 @@ class Trainer:
             self._shape.fills(self._schema)
         elif self._shape != Shape():
             raise SchemaError("tensors of a batch are those of one schema: give Trainer one, or leave its shape out")
+        if client.device is not None:
+            raise UsageError(
+                'ClientOptions(device=…) is for reads by ticket: give layout="padded" or "packed", and memory="torch", '
+                "for batches and steps in device memory"
+            )
         if parents and not joined:
             raise UsageError("parents are schemas of what is read with a payload: give joined=True as well")
         if joined and self._shape.layout != "list":
@@ -166,7 +171,6 @@ class Trainer:
         self._book = Record(ConsumedRecord.from_bytes(record, settings) if isinstance(record, bytes) else record)
         wire = operator.wire_policy if wire is None else wire
         self._mesh = mesh
-        self._device = client.device
         self._step_records: StepRecords | None = None
         self._steps: Steps | None = None
         self._learned = Learned(self._book.consumed_record)
@@ -424,8 +428,6 @@ class Trainer:
             raise ClosedError("this trainer is closed; make a new one")
         if isinstance(self._rank, str) or self._joined:
             raise UsageError("steps are of payloads for a numbered rank, without joined=True")
-        if self._device is not None:
-            raise UsageError("steps are read into host memory: lay them out on a device by memory=, without device=")
         if self._shape.out is not None:
             raise UsageError("out= is memory of one batch, and micro-batches are several: leave it out for steps")
         if self._steps is not None:
