@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import secrets
 import statistics
 import subprocess
@@ -135,24 +134,21 @@ class Bench:
             gb_per_s = timed(size, lambda: ring.discard(ring.write(values)))
         self.add(f"device → ring, {MANY} tensors of {SMALL >> 10} KiB", size, gb_per_s)
 
-    def read(self, size: int, wire: str, receive: str, *, registered: bool = True, verify: bool = True) -> None:
-        """Ring → device, the ring in this process, the listener in its own; for comparison into host memory."""
+    def read(self, size: int, wire: str, receive: str, *, registered: bool = True) -> None:
+        """Ring → device, the ring in this process, the listener in its own."""
         from transport import SharedRingBuffer, UCXXClient, UCXXServer
         from transport.testing import run
 
-        out = self.np.zeros(size, self.np.uint8) if receive == "host" else self.out
-
         async def read() -> list[float]:
             times = []
-            device_receive = "direct" if receive == "direct" else "staged"
-            async with UCXXClient(wire={wire}, device_receive=device_receive, verify=verify) as client:  # type: ignore
+            async with UCXXClient(wire={wire}, device_receive=receive) as client:  # type: ignore[arg-type]
                 for number in range(repeats(size) + 2 * SLOTS):
                     ticket = ring.write_raw(self.expected[:size], timeout_s=30)
                     begun = time.perf_counter()
-                    await client.read(ticket, out=out)
+                    await client.read(ticket, out=self.out)
                     self.stream.synchronize()
                     times.append(time.perf_counter() - begun)
-                    if number == 0 and receive != "host":
+                    if number == 0:
                         self.compare(size)
                     await asyncio.sleep(0.01 if wire != "mapped" else 0)  # its acknowledgement
                 carried = client.statistics().bytes_by_wire
@@ -166,12 +162,8 @@ class Bench:
             UCXXServer(ring, log_level="ERROR"),
         ):
             times = run(read())
-        way = f"ring → {'host' if receive == 'host' else 'device'}, {wire}"
-        if wire == "mapped":
-            way += "" if registered else ", not registered"
-        else:
-            way += f"{'' if receive == 'host' else f', {receive}'}{'' if verify else ', not verified'}"
-        self.add(way, size, rate(size, times))
+        way = f"ring → device, {wire}{'' if wire == 'mapped' else f', {receive}'}"
+        self.add(f"{way}{'' if registered else ', not registered'}", size, rate(size, times))
 
     def stream_of_payloads(self, size: int, wire: str) -> None:
         """Device → ring → device between two processes, both going on at the same time."""
@@ -223,10 +215,9 @@ class Bench:
     def nixl(self, sizes: list[int]) -> None:
         """NIXL's READs, which verify nothing; left out, by name, where nixl is not installed."""
         script = [sys.executable, "-P", str(Path(__file__).with_name("nixl_reads.py")), ",".join(map(str, sizes))]
-        for source, where, tls in (("VRAM", "device", ""), ("DRAM", "host", ""), ("VRAM", "device", "tcp,cuda_copy")):
-            inherited = {**os.environ, **({"UCX_TLS": tls} if tls else {})}
-            done = subprocess.run([*script, source], env=inherited, capture_output=True, text=True)
-            way = f"NIXL READ, {where} → device, two processes{f', UCX_TLS={tls}' if tls else ''}"
+        for source, where in (("VRAM", "device"), ("DRAM", "host")):
+            done = subprocess.run([*script, source], capture_output=True, text=True)
+            way = f"NIXL READ, {where} → device, two processes"
             if done.returncode:
                 why = (done.stderr.strip() or f"status {done.returncode}").splitlines()[-1]
                 print(f"  {way}: left out: {why}", flush=True)
