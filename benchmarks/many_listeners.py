@@ -149,7 +149,7 @@ def main() -> int:
     if options.serve:
         serve(*options.serve)
         return 0
-    os.environ |= {"TRANSPORT_WIRES": "tcp", "TRANSPORT_CONNECT_TIMEOUT_S": "20", "TRANSPORT_HANDSHAKE_TIMEOUT_S": "20"}
+    os.environ |= {"TRANSPORT_WIRES": "tcp", "TRANSPORT_READ_TIMEOUT_S": "20"}
     rows = []
     for rings in map(int, options.rings.split(",")):
         rows.append(measured(rings, options.seconds))

@@ -41,7 +41,9 @@ def test_the_environment_wins_over_the_file_and_that_over_the_default(tmp_path: 
     assert (found.wires, found.addresses) == (("shm", "tcp"), ("10.0.0.7", "10.0.0.8"))
     assert loaded.sources["read_timeout_s"] == str(tmp_path / config.FILE_NAME)
     assert loaded.sources["linger_s"] == "TRANSPORT_LINGER_S"
-    assert loaded.sources["ack_delay_s"] == config.DEFAULT
+    assert loaded.sources["claim_lease_s"] == config.DEFAULT
+    settings = found.settings
+    assert settings.connect_timeout_s == settings.handshake_timeout_s == settings.read_timeout_s == 20.0
 
 
 def test_a_named_file_wins_over_the_one_in_the_folder(tmp_path: Path) -> None:
@@ -65,11 +67,11 @@ def test_an_empty_variable_unsets_what_may_be_unset(tmp_path: Path) -> None:
         ("", {"TRANSPORT_LINGER_S": "soon"}, "TRANSPORT_LINGER_S=soon: give a number"),
         ("linger_s = nan", {}, "give a finite number"),
         ("linger_s = -1.0", {}, "linger_s=-1: give a finite number of at least 0"),
-        ("heartbeat_s = 9.0", {}, "heartbeat_s * 3 <= watchdog_s must hold"),
+        ("read_timeout_s = 400.0", {}, "read_timeout_s < batch_deadline_s must hold"),
         ("metrics_port = 70000", {}, "metrics_port=70000: give a whole number from 0 to 65535"),
         ("", {"TRANSPORT_WIRES": "tcp,pigeon"}, "choose some of mapped, shm, tcp"),
         ("log_level = 'LOUD'", {}, "log_level='LOUD': choose one of DEBUG"),
-        ("attempts_per_read = 2.5", {}, "attempts_per_read=2.5: give a whole number"),
+        ("consumed_rings = 2.5", {}, "consumed_rings=2.5: give a whole number"),
         ("[read]\ntimeout_s = 3", {}, "[read] is a table"),
         ("[transport]\nrun = 'seven'", {}, "[transport] is a table"),
         ("wires = 'mapped'", {}, 'give a list, wires = ["mapped"]'),
@@ -89,13 +91,13 @@ def test_settings_that_contradict_each_other_are_named_without_the_others(tmp_pa
     with pytest.raises(ConfigurationError) as caught:
         load(
             tmp_path,
-            "watchdog_s = 20\n",
+            "linger_s = 20\n",
             TRANSPORT_RUN="seven",
-            TRANSPORT_BACKOFF_FIRST_S="5",
-            TRANSPORT_BACKOFF_MOST_S="4",
+            TRANSPORT_READ_TIMEOUT_S="5",
+            TRANSPORT_BATCH_DEADLINE_S="4",
         )
     where, _, _ = str(caught.value).partition(": ")
-    assert where == "TRANSPORT_BACKOFF_FIRST_S, TRANSPORT_BACKOFF_MOST_S"
+    assert where == "TRANSPORT_BATCH_DEADLINE_S, TRANSPORT_READ_TIMEOUT_S"
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,8 @@ from helpers import dead_port, noise, serving, settings_with
 from packers import Packer, Worker, collected
 
 import transport
-from transport import BlockingClient, Schema, SharedRingBuffer, Trainer, config
+from transport import BlockingClient, Schema, Trainer, config
 from transport.cli import run as command
-from transport.client.reading import grouped
 from transport.errors import RetriesExhaustedError, TransportError
 from transport.observe.metrics import configured_exporter
 from transport.runtime.logs import set_up_logging
@@ -129,7 +128,8 @@ def logged(found: Configuration) -> tuple[int, bool]:
 
 
 def whether_all_attempts_are_made(found: Configuration) -> bool:
-    with serving() as (ring, _), dead_port() as port, BlockingClient(wire={"tcp"}, settings=found.settings) as client:
+    many = msgspec.structs.replace(found.settings, attempts_per_read=50, backoff_first_s=0.05, backoff_most_s=0.05)
+    with serving() as (ring, _), dead_port() as port, BlockingClient(wire={"tcp"}, settings=many) as client:
         ticket = msgspec.structs.replace(ring.write_raw(noise(1)), ports=(port,))
         try:
             client.read(ticket)
@@ -140,19 +140,11 @@ def whether_all_attempts_are_made(found: Configuration) -> bool:
     raise AssertionError
 
 
-def tickets_of_one_message(found: Configuration) -> list[int]:
-    with SharedRingBuffer.create(slots=8, slot_bytes=1000) as ring:
-        tickets = [ring.write_raw(noise(1000)) for _ in range(8)]
-        return [len(group) for group in grouped(tickets, found.settings)]
-
-
 # key → what is looked at; two values as text, each with what is seen; other settings that make it visible
 EFFECTS: dict[str, tuple[Callable[[Configuration], Any], dict[str, Any], dict[str, str]]] = {
     "batch_deadline_s": (
-        whether_all_attempts_are_made, {"0.5": False, "100": True},
-        {"attempts_per_read": "50", "backoff_first_s": "0.05", "backoff_most_s": "0.05", "read_timeout_s": "0.1"},
+        whether_all_attempts_are_made, {"0.5": False, "100": True}, {"read_timeout_s": "0.1"}
     ),
-    "records_per_message": (tickets_of_one_message, {"8": [4, 4], "4": [2] * 4}, {}),
     "wires": (wire_of_a_payload, {"tcp": "tcp", "mapped,tcp": "mapped"}, {"addresses": "127.0.0.1"}),
     "bind": (of_a_worker(lambda worker: server_of(worker).bind), {"127.0.0.1": "127.0.0.1", "": ""}, {}),
     "addresses": (

@@ -27,7 +27,7 @@ import msgspec
 
 from transport.errors import ConfigurationError
 from transport.folders import expanded, in_working_folder
-from transport.settings import DEFAULTS, Settings
+from transport.settings import DEFAULTS, OperatorSettings, Settings
 from transport.wires import Wire
 
 PREFIX: Final = "TRANSPORT_"
@@ -54,8 +54,8 @@ Address = Annotated[
 ]
 
 
-class Configuration(Settings, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`Settings`, and what belongs to one host or one process. Make it with `load`."""
+class Configuration(OperatorSettings, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Times and bounds of the links, and what belongs to one host or one process. Make it with `load`."""
 
     wires: tuple[Wire, ...] = ()
     bind: str = ""
@@ -77,8 +77,8 @@ class Configuration(Settings, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     @property
     def settings(self) -> Settings:
-        """The part that is `Settings`."""
-        return Settings(**{name: getattr(self, name) for name in Settings.__struct_fields__})
+        """The `Settings` that follow from it."""
+        return Settings.derived(self)
 
     @property
     def wire_policy(self) -> Literal["auto"] | tuple[Wire, ...]:
@@ -107,35 +107,14 @@ class Configuration(Settings, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 MEANINGS: Final[Mapping[str, str]] = {
-    "read_timeout_s": "one attempt to read, before the time its bytes take",
+    "read_timeout_s": "one attempt to read, before the time its bytes take; also a connection, and its handshake",
     "read_slowest_rate": "rate at which a payload's own time is reckoned",
-    "connect_timeout_s": "reaching a port by TCP, before UCX connects; what is left of it counts for the handshake",
-    "handshake_timeout_s": "connecting by UCX and the handshake, on both sides",
-    "attempts_per_read": "layer 1",
-    "calls_per_ticket": "layer 2",
-    "rounds_per_batch": "layer 3",
     "batch_deadline_s": "a batch, or a single read without `timeout`, as a whole",
-    "backoff_first_s": "wait after the first failure; doubles",
-    "backoff_most_s": "any wait between attempts",
-    "port_quarantine_s": "how long a port that failed is avoided",
-    "port_quarantine_most_s": "the same after failed probes",
-    "pool_endpoint_max_age_s": "idle time after which the client closes a connection",
-    "pool_endpoints_per_port": "connections of a client to one port",
-    "pool_endpoints_idle": "idle connections of a client",
     "connections_per_listener": "connections that a listener admits",
-    "handshakes_per_host": "handshakes under way with one host",
-    "listener_memory_bytes": "private memory of a listener process above which it restarts",
-    "listener_idle_eviction_s": "idle time after which a listener closes a connection",
-    "ack_delay_s": "how long an acknowledgement waits for a request to ride with",
-    "ack_timeout_s": "how long a listener pins a slot read by ticket; longest pause between repeated acknowledgements",
     "linger_s": "how long listeners outlive a writer that left unread payloads; 0: they end with it",
-    "watchdog_s": "age of a heartbeat at which a listener is killed",
-    "heartbeat_s": "a listener's sweep and heartbeat",
     "claim_lease_s": "how long a claim on the queue is its claimant's without renewal; each queue when it is opened",
     "consumed_rings": "rings that a `ConsumedRecord` remembers",
     "staging_bytes": "pinned memory for payloads on their way to a device",
-    "inline_limit": "bytes up to which a payload is joined to its answer",
-    "records_per_message": "records in a CONTROL message",
     "wires": "what may carry payloads, of mapped, shm, tcp, rdma, cuda; empty: whatever is best",
     "bind": "local address that listeners listen on; empty: all of one family, :: all of IPv6",
     "addresses": "what tickets advertise, IP addresses or names, best first; empty: chosen, see `transport doctor`",

@@ -17,20 +17,33 @@ _MAX_FETCH_ROUNDS = 3
 _MAY_BE_ZERO = frozenset({"linger_s"})  # times that nothing counts in, or divides by
 
 
-class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Times in seconds, sizes in bytes, rates in bytes per second."""
+_READ_TIMEOUT_S = 5.0
+
+
+class OperatorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Times and bounds that depend on hosts and links: the part of `Settings` that an operator configures."""
 
     # one attempt to read: a constant plus the payload at the slowest rate that is still normal
-    read_timeout_s: float = 5.0
+    read_timeout_s: float = _READ_TIMEOUT_S
     read_slowest_rate: float = 100e6
-    connect_timeout_s: float = 5.0
-    handshake_timeout_s: float = 5.0
+    batch_deadline_s: float = 300.0
+    linger_s: float = 300.0
+    claim_lease_s: float = 60.0
+    connections_per_listener: int = 1024
+    consumed_rings: int = 4096
+    staging_bytes: int = 512 << 20
+
+
+class Settings(OperatorSettings, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Times in seconds, sizes in bytes, rates in bytes per second."""
+
+    connect_timeout_s: float = _READ_TIMEOUT_S
+    handshake_timeout_s: float = _READ_TIMEOUT_S
 
     # layer 1: attempts inside one read; layer 2: calls per ticket; layer 3: rounds per batch
     attempts_per_read: int = 2
     calls_per_ticket: int = 2
     rounds_per_batch: int = _MAX_FETCH_ROUNDS
-    batch_deadline_s: float = 300.0
     # long enough that the attempts of a batch outlast the second in which a killed listener is started again
     backoff_first_s: float = 0.25
     backoff_most_s: float = 4.0
@@ -40,7 +53,6 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     pool_endpoint_max_age_s: float = _POOL_ENDPOINT_MAX_AGE_S
     pool_endpoints_per_port: int = 8
     pool_endpoints_idle: int = 256
-    connections_per_listener: int = 1024
     handshakes_per_host: int = 256
     # of a listener process beside the ring's memory; a connection over shared memory takes about 1 MB
     listener_memory_bytes: int = 2 << 30
@@ -48,18 +60,17 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     ack_delay_s: float = 0.005
     ack_timeout_s: float = 30.0
-    linger_s: float = 300.0
     watchdog_s: float = 10.0
     heartbeat_s: float = 1.0
 
-    claim_lease_s: float = 60.0
-
-    consumed_rings: int = 4096
-
-    staging_bytes: int = 512 << 20
-
     inline_limit: int = 65536
     records_per_message: int = 63
+
+    @classmethod
+    def derived(cls, operator: OperatorSettings) -> Settings:
+        """Return the settings of an operator's configuration; connecting may take as long as an answer."""
+        chosen = {name: getattr(operator, name) for name in OperatorSettings.__struct_fields__}
+        return cls(**chosen, connect_timeout_s=operator.read_timeout_s, handshake_timeout_s=operator.read_timeout_s)
 
     def read_timeout(self, size: int) -> float:
         """Longest time one attempt at a payload of ``size`` bytes may take."""
