@@ -72,3 +72,9 @@ def test_python_code_that_knows_nothing_of_us_can_catch_them() -> None:
     assert issubclass(errors.ReadTimeoutError, TimeoutError)
     assert issubclass(errors.DeadlineExceededError, TimeoutError)
     assert issubclass(errors.MissingDependencyError, ImportError)
+
+
+def test_an_error_that_is_not_public_has_a_public_base_besides_the_first() -> None:
+    public = {getattr(errors, name) for name in errors.__all__} - {TransportError}
+    alone = {found.__name__ for found in CLASSES if found is not TransportError and not public & set(found.__mro__)}
+    assert alone == {"GivenUpError", "OpenFilesError"}  # which only say that the same call may succeed later

@@ -23,6 +23,37 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar, Final
 
+__all__ = [  # noqa: RUF022  # in the order of the tree; a class that is not listed is caught as one of its bases here
+    "TransportError",
+    "UsageError",
+    "SchemaError",
+    "ConfigurationError",
+    "MissingDependencyError",
+    "PayloadDamagedError",
+    "RefusedError",
+    "StaleSlotError",
+    "AuthenticationError",
+    "WireNotAllowedError",
+    "PayloadLostError",
+    "LinkError",
+    "DeadlineExceededError",
+    "ClosedError",
+    "RingError",
+    "RingFullError",
+    "RingNotFoundError",
+    "RingBusyError",
+    "StopRequestedError",
+    "StoreError",
+    "StoreUnavailableError",
+    "RunError",
+    "DestinationError",
+    "CheckpointDamagedError",
+    "NoCheckpointError",
+    "SnapshotError",
+    "WeightsError",
+    "InternalError",
+]
+
 
 class TransportError(Exception):
     """Base of every error raised on purpose by this package."""
@@ -255,10 +286,6 @@ class SharedMemoryError(RingError):
     """The system has not enough shared memory, or denies it."""
 
 
-class InvalidTransition(RingError):
-    """The slot's state does not permit this transition; the message names the state."""
-
-
 # --- the store of shared records ----------------------------------------------------------------
 class StoreError(TransportError):
     """The store failed; the message contains the error of its file or server."""
@@ -357,10 +384,6 @@ class ChildrenLostError(MemberLostError):
 
 class MemberFailedError(WeightsError):
     """A trainer or replica answered with an error; the message has its kind and its text."""
-
-
-class InvalidAdmission(WeightsError):
-    """A replica received an event for which its state has no transition."""
 
 
 # --- our own defects ---------------------------------------------------------------------------

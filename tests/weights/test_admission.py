@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transport.errors import InvalidAdmission
+from transport.errors import WeightsError
 from transport.weights.plan.admission import TRANSITIONS, Admission, AdmissionEvent, AdmissionState
 from transport.weights.plan.steps import Policy, ReplicaVerdict, VersionProof, known_alone, verdicts
 
@@ -18,7 +18,7 @@ def test_every_event_in_every_state_is_in_the_table_or_refused(state: AdmissionS
     before = Admission(state=state, version=3)
     proven = 4 if event is AdmissionEvent.PROVEN_NEW else 3 if event is AdmissionEvent.PROVEN_OLD else None
     if (state, event) not in TRANSITIONS:
-        with pytest.raises(InvalidAdmission):
+        with pytest.raises(WeightsError):
             before.after(event, version=proven)
         return
     after = before.after(event, version=proven, reason="why")
@@ -33,9 +33,9 @@ def test_only_a_proof_leads_to_serving() -> None:
         AdmissionEvent.PROVEN_OLD,
     }
     updating = Admission().after(AdmissionEvent.BEGIN)
-    with pytest.raises(InvalidAdmission):
+    with pytest.raises(WeightsError):
         updating.after(AdmissionEvent.PROVEN_NEW)
-    with pytest.raises(InvalidAdmission):
+    with pytest.raises(WeightsError):
         updating.after(AdmissionEvent.UNPROVEN, version=3)
 
 

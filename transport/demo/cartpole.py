@@ -22,7 +22,7 @@ import gymnasium
 import numpy as np
 
 from transport import BlockingClient, Rollout, Schema, Settings, Trainer, UpTo
-from transport.errors import MemberFailedError, RingFullError
+from transport.errors import RingFullError, RunError
 from transport.queue import open_queue
 from transport.runtime.signals import until_stopped
 from transport.weights import Offers, ReferenceWorker, Taker
@@ -227,7 +227,7 @@ def run(options: Options, shown: Callable[[Report], None]) -> Report:
             process.start()
         report = train(rings, 0, options, shown, failed)
         if why := failed():
-            raise MemberFailedError(f"{why} before its work was done")
+            raise RunError(f"{why} before its work was done")
         for each in (answer.recv() for answer in answers):
             report.deliveries += each.deliveries
             report.duplicates += each.duplicates

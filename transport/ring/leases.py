@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Self
 
 from transport import _ring
 from transport._ring import Loan
-from transport.errors import ClosedError, InvalidTransition, SchemaError
+from transport.errors import ClosedError, RingError, SchemaError
 from transport.ring.packing import views, zero_gaps
 from transport.ring.writes import Slots, Terms
 from transport.schema import Layout, Schema
@@ -125,15 +125,15 @@ class WriteLease(_Lease):
 
     @property
     def ticket(self) -> Ticket:
-        """The published payload's ticket. Raises InvalidTransition before publishing."""
+        """The published payload's ticket. Raises RingError before publishing."""
         if self._ticket is None:
-            raise InvalidTransition(f"{self!r} has no ticket: it has not been published")
+            raise RingError(f"{self!r} has no ticket: it has not been published")
         return self._ticket
 
     def publish(self) -> Ticket:
-        """Make the payload readable. Raises InvalidTransition when the slot is not this lease's any more."""
+        """Make the payload readable. Raises RingError when the slot is not this lease's any more."""
         if self._loan.ended:
-            raise InvalidTransition(f"{self!r} cannot be published")
+            raise RingError(f"{self!r} cannot be published")
         ring, loan = self._ring, self._loan
         if ring.native.closed:
             what = repr(self)
@@ -175,7 +175,7 @@ class WriteLease(_Lease):
             raise
         self._settle()
         if not published:
-            raise InvalidTransition(f"slot {self.slot} no longer belongs to this writer")
+            raise RingError(f"slot {self.slot} no longer belongs to this writer")
         self._ticket = ticket
         return ticket
 

@@ -11,7 +11,7 @@ import enum
 
 import msgspec
 
-from transport.errors import InvalidAdmission
+from transport.errors import WeightsError
 
 
 class AdmissionState(enum.StrEnum):
@@ -69,13 +69,13 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
         return self.state is AdmissionState.SERVING
 
     def after(self, event: AdmissionEvent, *, version: int | None = None, reason: str = "") -> Admission:
-        """The state after ``event``. Raises InvalidAdmission if there is no transition.
+        """The state after ``event``. Raises WeightsError if there is no transition.
 
         version: that was proven, for the two events that prove one.
         """
         to = TRANSITIONS.get((self.state, event))
         if to is None:
-            raise InvalidAdmission(f"no transition for event {event.value!r} of a replica that is {self}")
+            raise WeightsError(f"no transition for event {event.value!r} of a replica that is {self}")
         if (to is AdmissionState.SERVING) != (version is not None):
-            raise InvalidAdmission(f"{event.value!r} of a replica that is {self} with version {version}")
+            raise WeightsError(f"{event.value!r} of a replica that is {self} with version {version}")
         return Admission(state=to, version=self.version if version is None else version, reason=reason)
