@@ -18,7 +18,6 @@ PAGES = {  # in the repository → on the site
 DOCUMENTED = (
     "transport",
     "transport.errors",
-    "transport.queue",
     "transport.store",
     "transport.store.directory",
     "transport.rendezvous",

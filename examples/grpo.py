@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from transport import BlockingClient, Mesh, Rollout, Schema, Trainer, UpTo
-from transport.queue import open_queue
+from transport import BlockingClient, Mesh, Rollout, Schema, Trainer, UpTo, open_rings
 from transport.runtime.signals import until_stopped
 from transport.weights import Offers, ReferenceWorker, Taker
 
@@ -67,7 +66,7 @@ def rollout(folder: Path, name: str) -> None:
     taker, count = Taker(worker), 0
     with (
         until_stopped() as stopped,
-        open_queue(f"rings:{folder.name}-") as run,
+        open_rings(f"rings:{folder.name}-") as run,
         BlockingClient(schemas=[WEIGHTS]) as client,
         Rollout(SCHEMA, run, name=name, slots=10 * SAMPLES, mode="thread", drain_s=0) as writer,
     ):

@@ -23,7 +23,7 @@ from mounts import own_shared_memory
 from transport.testing import ResourceSnapshot, mark_descendants, run
 
 pytest.register_assert_rewrite(
-    *("queue_conformance", "queue_harness", "queue_model", "store_conformance", "store_model"),
+    *("store_conformance", "store_model"),
     *("cooldown_runs", "native_rings", "packers", "supervised", "demos"),
     *("found_rings", "mapped_views", "member_groups", "sameness", "scripted_queue"),
 )

@@ -17,6 +17,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from transport.claims.open import open_rings
+    from transport.claims.rings import FoundRings
     from transport.client.blocking import BlockingClient
     from transport.client.client import UCXXClient
     from transport.client.payload import ReadOutcome, ReceivedPayload
@@ -39,6 +41,7 @@ _HOMES = {
     "Batch": "training.batch",
     "BlockingClient": "client.blocking",
     "ClientOptions": "packer.options",
+    "FoundRings": "claims.rings",
     "Mesh": "training.mesh",
     "Optional": "schema",
     "Payload": "training.payloads",
@@ -61,6 +64,7 @@ _HOMES = {
     "UCXXRolloutMixin": "packer.rollout",
     "UCXXServer": "server.server",
     "UpTo": "schema",
+    "open_rings": "claims.open",
 }
 
 __all__ = [  # noqa: RUF022  # in the order in which a user meets them
@@ -81,6 +85,8 @@ __all__ = [  # noqa: RUF022  # in the order in which a user meets them
     "Batch",
     "Payload",
     "Mesh",
+    "open_rings",
+    "FoundRings",
     "UCXXRolloutMixin",
     "UCXXDataPackerMixin",
     "RingOptions",

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from transport import FoundRings
 from transport._ring import MAX_ATTEMPTS
 from transport.claims.places import AtAddresses, InDirectory, OnThisHost
 from transport.errors import StoreError
-from transport.queue import FoundRings
 from transport.settings import DEFAULTS, Settings
 from transport.store.directory import Directory
 from transport.store.open import open_store
@@ -45,7 +45,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         name: of its journal and log, as "trainer-2".
-        queue: a place, as `open_queue` takes it.
+        queue: a place, as `open_rings` takes it.
     """
 
     folder: str

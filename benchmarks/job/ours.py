@@ -16,10 +16,10 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from transport import open_rings
 from transport.errors import RingFullError
 from transport.packer.options import ServerOptions
 from transport.packer.rollout import UCXXRolloutMixin
-from transport.queue import open_queue
 from transport.schema import Schema, UpTo
 from transport.training.batch import Batch
 from transport.training.trainer import Trainer
@@ -50,7 +50,7 @@ class RingWriter:
         self._job = job
         self._rollout = _Rollout()
         with contextlib.ExitStack() as stack:
-            queue = stack.enter_context(open_queue(job.place))
+            queue = stack.enter_context(open_rings(job.place))
             stack.callback(self._rollout.cleanup_ucxx)
             ring = self._rollout.setup_ucxx(
                 schema_of(job.size_bytes),

@@ -1,4 +1,4 @@
-"""Simulated trainers that have the rings themselves as their queue: the real `NetworkSource` and all that it decides.
+"""Simulated trainers that take from the rings themselves: the real `NetworkSource` and all that it decides.
 
 What blocks a thread there is awaited here. Calls are interrupted, repeated, and repeated with another end; claims are
 dropped, also while their ring is being asked. A trainer that is killed loses what is in question.
@@ -10,16 +10,17 @@ import asyncio
 import contextlib
 import contextvars
 import weakref
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
 from accounts import Violation, shown
 from trainers import TrainerProcess
 
-from transport import UCXXClient
-from transport.claims import network
+from transport import UCXXClient, _ring
 from transport.claims.batch import CONSUME, ClaimedRows, End, Verdict
-from transport.claims.network import NetworkClaim, NetworkSource
+from transport.claims.network import NetworkSource
 from transport.claims.places import InDirectory
 from transport.store.directory import Directory
 from transport.wire import frames
@@ -34,9 +35,9 @@ _LEFT: Final = 0.1  # of interrupted calls are not made again, and their claims 
 _AGAIN: Final = 0.1  # of claims that have ended are ended once more
 _AGAIN_S: Final = 15.0  # between two questions about the same claim
 _AT_ONCE: Final = 0.3  # of these are two
-_ENDS: Final = (Verdict.CONSUMED, Verdict.GIVEN_BACK, Verdict.DISCARDED, Verdict.DEAD, Verdict.AGED)
-_OFTEN: Final = (85, 4, 3, 1, 4)
-_UNTRAINED: Final = (Verdict.DISCARDED, Verdict.DEAD, Verdict.AGED)
+_ENDS: Final = (Verdict.CONSUMED, Verdict.GIVEN_BACK, Verdict.DEAD, Verdict.AGED)
+_OFTEN: Final = (85, 4, 4, 4)
+_UNTRAINED: Final = (Verdict.DEAD, Verdict.AGED)
 _RUNNING: Final = (Verdict.OPEN, Verdict.ASKED, Verdict.IN_QUESTION)
 
 
@@ -58,6 +59,27 @@ class _Thread:
 
     def submit(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         return asyncio.get_running_loop().create_task(work)
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """One claim, which goes back with this object."""
+
+    claims: ClaimedRows
+    position: int
+    owned: _ring.OwnedClaims
+
+    @property
+    def verdict(self) -> int:
+        return int(self.claims.verdicts[self.position])
+
+    @property
+    def attempts(self) -> int:
+        return int(self.claims.rows["attempts"][self.position])
+
+    @property
+    def ring(self) -> str:
+        return self.claims.connection.ring
 
 
 class _Source(NetworkSource):
@@ -85,7 +107,7 @@ class RingTrainer(TrainerProcess):
     def __init__(self, world: Any, number: int) -> None:
         super().__init__(world, number)
         self.source: NetworkSource | None = None
-        self.questions: list[NetworkClaim] = []
+        self.questions: list[Held] = []
 
     def start(self) -> None:
         """A new process."""
@@ -109,11 +131,11 @@ class RingTrainer(TrainerProcess):
             self.source.close()
         self.source = None
 
-    def left(self) -> NetworkClaim | None:
+    def left(self) -> Held | None:
         """What is in question although its ring is there, and could have answered."""
         for claim in self.questions:
-            host = self.world.host_of[_ring(claim)]
-            if host.alive and host.ring == _ring(claim):
+            host = self.world.host_of[claim.ring]
+            if host.alive and host.ring == claim.ring:
                 return claim
         return None
 
@@ -123,7 +145,7 @@ class RingTrainer(TrainerProcess):
             source.want(0, BATCH, None)
             self._came.clear()
             if not await self._batch(source):
-                with contextlib.suppress(TimeoutError):  # who waits asks again, as `FoundRings.claim`
+                with contextlib.suppress(TimeoutError):  # who waits asks again, as `FoundRings.take_parts`
                     async with asyncio.timeout(_ASKS_AGAIN_S):
                         await self._came.wait()
             self.world.check_ring_trainer(self)
@@ -142,11 +164,14 @@ class RingTrainer(TrainerProcess):
                 await self._settle(group)
         return True
 
-    def _claimed(self, source: NetworkSource) -> list[NetworkClaim]:
-        claims = source.claim(BATCH, 0.0, rank=0, consumer=self.name, oldest_version=None)
-        return [each for each in claims if isinstance(each, NetworkClaim)]
+    def _claimed(self, source: NetworkSource) -> list[Held]:
+        return [
+            Held(part.claims, position, part.owned.take(1))
+            for part in source.take_parts(BATCH, 0.0, 0, self.name, None)
+            for position in part.positions.tolist()
+        ]
 
-    async def _settle(self, claims: list[NetworkClaim]) -> None:
+    async def _settle(self, claims: list[Held]) -> None:
         """End claims in one of the ways that a trainer has, until the answer is there."""
         world, rng = self.world, self.world.rng
         begun = world.now
@@ -177,13 +202,13 @@ class RingTrainer(TrainerProcess):
             else End(verdict, "not wanted", self.name, self.world.rng.uniform(0.0, 5.0))
         )
 
-    async def _asked(self, claims: Sequence[NetworkClaim], end: End) -> bool:
-        """One call, as `NetworkSource.end`; False: it was interrupted."""
+    async def _asked(self, claims: Sequence[Held], end: End) -> bool:
+        """One call; False: it was interrupted."""
         groups: dict[ClaimedRows, list[int]] = {}
         for claim in claims:
             if claim.verdict in _RUNNING:
-                groups.setdefault(claim.batch.claims, []).append(claim.position)
-        asking = asyncio.get_running_loop().create_task(network._end_all(groups, end), context=self.context)
+                groups.setdefault(claim.claims, []).append(claim.position)
+        asking = asyncio.get_running_loop().create_task(_end_all(groups, end), context=self.context)
         if self.world.rng.random() < _INTERRUPTED:
             await asyncio.wait((asking,), timeout=self.world.rng.expovariate(1 / 0.003))
             asking.cancel()
@@ -194,7 +219,7 @@ class RingTrainer(TrainerProcess):
         return True
 
     # --- what must hold ---------------------------------------------------------------------------------
-    def _check(self, claim: NetworkClaim, end: End, begun: float) -> None:
+    def _check(self, claim: Held, end: End, begun: float) -> None:
         """What was accepted is this trainer's, and no other's; ``end``: the first that was asked for."""
         world, ended = self.world, self._ended(claim, end)
         payload = _payload(claim)
@@ -203,22 +228,22 @@ class RingTrainer(TrainerProcess):
         if verdict is Verdict.IN_QUESTION and end is CONSUME:
             self.questions.append(claim)
         elif verdict is Verdict.REFUSED:
-            if ended and not (end.verdict in _UNTRAINED and self._excused(world.host_of[_ring(claim)], begun)):
+            if ended and not (end.verdict in _UNTRAINED and self._excused(world.host_of[claim.ring], begun)):
                 raise Violation(f"lost: {self.name} drops {shown(payload)}, which its ring has as {end.verdict.name}")
         elif verdict is not end.verdict:
             raise Violation(f"{self.name} asked for {end.verdict.name} of {shown(payload)}, and got {verdict.name}")
         elif verdict is not Verdict.GIVEN_BACK:
-            if not ended and world.host_of[_ring(claim)].ring == _ring(claim):
+            if not ended and world.host_of[claim.ring].ring == claim.ring:
                 raise Violation(f"{self.name} has {shown(payload)} as {verdict.name}, and its ring has not")
             if verdict is Verdict.CONSUMED:
                 world.keep(payload, self.name)
                 self.last_trained = world.now
 
-    def _ended(self, claim: NetworkClaim, end: End) -> bool:
+    def _ended(self, claim: Held, end: End) -> bool:
         """Whether the ring has ended the claim so."""
         asking = frames.END_ASKED if end.verdict in _UNTRAINED else 0
         ring, slot, generation = _payload(claim)
-        token = claim.batch.claims.connection.link.native.token
+        token = claim.claims.connection.link.native.token
         return (slot, generation, claim.attempts | asking) in self.world.host_of[ring].finished_by(ring, token)
 
     def _excused(self, host: Any, begun: float) -> bool:
@@ -246,10 +271,10 @@ class RingTrainer(TrainerProcess):
                         self._check(claim, CONSUME, begun)
 
 
-def _ring(claim: NetworkClaim) -> str:
-    return claim.batch.ring
+async def _end_all(groups: Mapping[ClaimedRows, list[int]], end: End) -> None:
+    await asyncio.gather(*(claims.end(np.asarray(positions, np.intp), end) for claims, positions in groups.items()))
 
 
-def _payload(claim: NetworkClaim) -> tuple[str, int, int]:
-    row = claim.batch.claims.rows[claim.position]
-    return _ring(claim), int(row["slot"]), int(row["generation"])
+def _payload(claim: Held) -> tuple[str, int, int]:
+    row = claim.claims.rows[claim.position]
+    return claim.ring, int(row["slot"]), int(row["generation"])

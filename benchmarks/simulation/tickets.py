@@ -6,12 +6,38 @@ ready ──claim──► claimed ──ack──► done      the lease ends, 
 
 from __future__ import annotations
 
+import enum
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
-from transport.queue import Claim, DeliveryState
 from transport.settings import DEFAULTS
 from transport.ticket import Ticket
+
+
+class DeliveryState(enum.StrEnum):
+    """State of one delivery."""
+
+    READY = "ready"
+    CLAIMED = "claimed"
+    DONE = "done"
+    DISCARDED = "discarded"
+    DEAD = "dead"
+
+    @property
+    def final(self) -> bool:
+        """Whether the state of the delivery will not change again."""
+        return self not in (DeliveryState.READY, DeliveryState.CLAIMED)
+
+
+class Claim(NamedTuple):
+    """The exclusive right of one trainer to one delivery, until its lease ends."""
+
+    ticket_id: str
+    data: bytes
+    attempts: int  # how often the delivery was claimed, this time included
+    token: str  # proves that the claim is this one
+
 
 LEASE_S = DEFAULTS.claim_lease_s
 
@@ -74,7 +100,7 @@ class Tickets:
                 each.state = DeliveryState.CLAIMED
                 each.lease_ends = now + self.lease_s
                 each.attempts += 1
-                claims.append(Claim(name, each.ticket.encode(), 0, each.attempts, f"{each.sequence}:{each.attempts}"))
+                claims.append(Claim(name, each.ticket.encode(), each.attempts, f"{each.sequence}:{each.attempts}"))
         return claims
 
     def ack_many(self, claims: Sequence[Claim]) -> list[Claim]:

@@ -9,11 +9,11 @@ from typing import Any, Final
 
 from accounts import Violation, shown
 from hosts import TRAINER
+from tickets import Claim
 
 from transport import UCXXClient
 from transport.errors import TransportError
 from transport.packer.consumed_record import ConsumedRecord
-from transport.queue import Claim
 from transport.store.directory import Directory
 from transport.ticket import Ticket
 

@@ -1,4 +1,4 @@
-"""FoundRings: rings are found and followed, claimed from where they are, and read without a second request."""
+"""FoundRings: rings are found and followed, and their payloads taken where they are."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from found_rings import LONG_S, ring_of, some
+from found_rings import LONG_S, consume, contents, ring_of, seen, some, take
 from helpers import NETWORK, NETWORK_WIRE, Child, eventually, free
 from packers import SCHEMA, Worker, write
 
-from transport import ClientOptions, Schema, SharedRingBuffer, Trainer, UCXXServer
+from transport import ClientOptions, FoundRings, Schema, SharedRingBuffer, Trainer, UCXXServer, open_rings
 from transport._ring import MAX_OWNERS, ROLE_READER
+from transport.claims.deliveries import QueueDepth
 from transport.claims.mapped import RingsOfHost
 from transport.claims.places import AtAddresses, OnThisHost, default_prefix
 from transport.errors import (
@@ -23,7 +24,6 @@ from transport.errors import (
     PayloadTooLargeError,
     UsageError,
 )
-from transport.queue import Claim, FoundRings, QueueDepth, open_queue
 from transport.store import SQLiteStore
 from transport.store.directory import Announcement, Directory
 
@@ -32,8 +32,8 @@ both = pytest.mark.parametrize("wire", ["mapped", NETWORK_WIRE])
 
 ANNOUNCER = """
 import sys
-from transport.queue import open_queue
-with open_queue(f"rings:{sys.argv[1]}") as queue:
+from transport import open_rings
+with open_rings(f"rings:{sys.argv[1]}") as queue:
     print(queue.announce("policy", 1, b"first"), flush=True)
     sys.stdin.readline()
 print("closed", flush=True)
@@ -41,36 +41,27 @@ sys.stdin.readline()
 """
 
 
-def payload_of(queue: FoundRings, claim: Claim) -> bytes:
-    came = queue.payload_bytes(claim)
-    assert came is not None
-    return bytes(memoryview(came.data))
-
-
 @both
 def test_every_ring_is_found_and_each_payload_consumed_once(prefix: str, wire: str, over: None) -> None:
-    with ring_of(prefix) as first, ring_of(prefix) as second, open_queue(f"rings:{prefix}") as queue:
-        assert isinstance(queue, FoundRings)
+    with ring_of(prefix) as first, ring_of(prefix) as second, open_rings(f"rings:{prefix}") as queue:
         for number in range(3):
             first.write_raw(bytes([number]))
             second.write_raw(bytes([10 + number]))
-        claims = some(queue, 6)
-        assert sorted(payload_of(queue, claim) for claim in claims) == [bytes([n]) for n in (0, 1, 2, 10, 11, 12)]
-        assert {claim.attempts for claim in claims} == {1}
+        parts = some(queue, 6)
+        assert sorted(contents(parts)) == [bytes([n]) for n in (0, 1, 2, 10, 11, 12)]
         assert queue.depth() == QueueDepth(claimed=6)
-        assert queue.renew(claims) == claims
-        assert queue.ack_many(claims) == claims
-        assert queue.ack_many(claims) == claims
+        assert consume(parts) == [True] * 6
         assert queue.depth() == QueueDepth(done=6)
-        assert queue.claim(1, 0.01, consumer="test") == []
+        assert take(queue, 1, 0.01) == []
+        del parts
         eventually(lambda: free(first) and free(second), "every slot is free")
 
 
 def test_trainers_that_map_a_ring_leave_places_to_its_listeners_and_to_a_writer_that_takes_it_over(prefix: str) -> None:
     with SharedRingBuffer.create(slots=1, slot_bytes=64, prefix=prefix) as ring, contextlib.ExitStack() as stack:
         for _ in range(MAX_OWNERS):
-            queue = stack.enter_context(open_queue(f"rings:{prefix}"))
-            assert queue.claim(1, consumer="test") == []
+            queue = stack.enter_context(open_rings(f"rings:{prefix}"))
+            assert take(queue, 1) == []
         readers = sum(owner.alive and owner.role == ROLE_READER for owner in ring.native.owners())
         assert readers > MAX_OWNERS / 2
         for role in ("listener", "writer"):
@@ -80,34 +71,34 @@ def test_trainers_that_map_a_ring_leave_places_to_its_listeners_and_to_a_writer_
 @pytest.mark.nightly(keep=1)
 @both
 def test_rings_that_appear_and_vanish_are_followed(prefix: str, wire: str, over: None) -> None:
-    with open_queue(f"rings:{prefix}") as queue:
-        assert isinstance(queue, FoundRings)
-        assert queue.claim(1, 0.01, consumer="test") == []
+    with open_rings(f"rings:{prefix}") as queue:
+        assert take(queue, 1, 0.01) == []
         for number in range(3):
             with ring_of(prefix) as ring:
                 ring.write_raw(bytes([number]))
-                claims = some(queue, 1)
-                assert payload_of(queue, claims[0]) == bytes([number])
-                assert queue.ack_many(claims) == claims
+                parts = some(queue, 1)
+                assert contents(parts) == [bytes([number])]
+                assert consume(parts) == [True]
+                del parts
                 name = ring.name
-            assert queue.claim(1, 0.3, consumer="test") == []
+            assert take(queue, 1, 0.3) == []
             with pytest.raises(Exception, match="No such file"):
                 SharedRingBuffer.attach(name, role="observer")
 
 
-def test_what_came_for_an_older_policy_is_discarded_when_it_is_claimed(
+def test_what_came_for_an_older_policy_is_discarded_when_it_is_taken(
     prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRANSPORT_WIRES", ",".join(NETWORK))
     with ring_of(prefix) as ring, FoundRings(OnThisHost(prefix)) as queue:
         for version in range(4):
             ring.write_many([{"data": np.zeros(10)}], policy_version=version)
-        [first] = some(queue, 1, oldest_version=0)
+        first = some(queue, 1, oldest_version=0)
         eventually(lambda: ring.native.depth(0)["claimed"] > 1, "more have come than were claimed")
         rest = some(queue, 1, oldest_version=3)
-        assert (first.policy_version, [each.policy_version for each in rest]) == (0, [3])
+        assert seen([*first, *rest]).versions.tolist() == [0, 3]
         assert queue.depth().discarded + ring.native.depth(0)["done"] >= 2
-        assert queue.ack_many([first, *rest]) == [first, *rest]
+        assert consume([*first, *rest]) == [True] * 2
 
 
 @both
@@ -119,11 +110,11 @@ def test_closing_ends_waits_and_gives_everything_back(prefix: str, wire: str, ov
         held = some(queue, 2)
         if wire == NETWORK_WIRE:
             eventually(lambda: ring.native.depth(0)["claimed"] > 2, "some have come beyond the claims")
-        assert len(held) == 2
         queue.close()
+        del held
         eventually(lambda: ring.native.depth(0)["ready"] == 5, "all are anybody's")
         with pytest.raises(ClosedError):
-            queue.claim(1, consumer="test")
+            take(queue, 1)
         queue.close()
 
 
@@ -131,14 +122,13 @@ def test_closing_ends_waits_and_gives_everything_back(prefix: str, wire: str, ov
 def test_at_addresses() -> None:
     with ring_of("elsewhere-") as first, ring_of("elsewhere-") as second:
         text = ",".join(f"127.0.0.1:{ring.native.ports()[0]}" for ring in (first, second))
-        with open_queue(f"rings://{text}") as queue:
-            assert isinstance(queue, FoundRings)
+        with open_rings(f"rings://{text}") as queue:
             first.write_raw(b"a")
             second.write_raw(b"b")
-            claims = some(queue, 2)
-            assert sorted(payload_of(queue, claim) for claim in claims) == [b"a", b"b"]
+            parts = some(queue, 2)
+            assert sorted(contents(parts)) == [b"a", b"b"]
             assert queue.depth() == QueueDepth(claimed=2)
-            assert queue.ack_many(claims) == claims
+            assert consume(parts) == [True] * 2
             assert queue.depth() == QueueDepth(done=2)
             with pytest.raises(UsageError, match="no notices"):
                 queue.announce("policy", 1)
@@ -159,17 +149,14 @@ def test_in_a_directory(tmp_path: Path, wire: str, over: None) -> None:
     url = f"sqlite://{tmp_path}/store.db"
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(SQLiteStore(tmp_path / "store.db"))
-        queue = stack.enter_context(open_queue(f"rings+{url}"))
-        assert isinstance(queue, FoundRings)
+        queue = stack.enter_context(open_rings(f"rings+{url}"))
         ring = stack.enter_context(SharedRingBuffer.create(slots=4, slot_bytes=64))
         server = stack.enter_context(UCXXServer(ring, mode="thread", addresses=("127.0.0.1",)))
         stack.enter_context(Announcement(Directory(store), ring, server))
         ring.write_raw(b"published")
-        claims = some(queue, 1)
-        came = queue.payload_bytes(claims[0])
-        assert came is not None
-        assert came.wire == wire
-        assert queue.ack_many(claims) == claims
+        parts = some(queue, 1)
+        assert seen(parts).wire(0) == wire
+        assert consume(parts) == [True]
         assert queue.announce("policy", 3, b"new")
         assert not queue.announce("policy", 3, b"again")
         notice = queue.latest("policy", 2)
@@ -181,18 +168,17 @@ def test_in_a_directory(tmp_path: Path, wire: str, over: None) -> None:
 @pytest.mark.parametrize("text", ["rings:a/b", "rings:a b", "rings://", "rings://host", "rings://host:0", "rings:?x=1"])
 def test_a_text_that_names_no_rings_is_refused(text: str) -> None:
     with pytest.raises(ConfigurationError):
-        open_queue(text)
+        open_rings(text)
 
 
 @pytest.mark.parametrize("text", ["ring:run-1", "tcp://host:7450", "host:7450", ""])
-def test_a_text_that_names_no_queue_is_refused_with_the_forms_for_rings(text: str) -> None:
+def test_a_text_of_another_kind_is_refused_with_the_forms_for_rings(text: str) -> None:
     with pytest.raises(ConfigurationError, match="rings://host:port"):
-        open_queue(text)
+        open_rings(text)
 
 
-def test_a_text_without_a_name_is_what_the_mixins_do_without_a_queue() -> None:
-    with open_queue("rings:") as queue, FoundRings() as default:
-        assert isinstance(queue, FoundRings)
+def test_a_text_without_a_name_is_what_rollouts_and_trainers_do_without_a_text() -> None:
+    with open_rings("rings:") as queue, FoundRings() as default:
         assert queue.places.prefix == default.places.prefix == "rollout-"
 
 
@@ -228,9 +214,9 @@ def test_why_no_place_can_be_reached_is_raised() -> None:
 
 # --- notices of one host -----------------------------------------------------------------------------
 def test_notices_of_one_host_are_seen_by_all_and_end_with_the_announcer(prefix: str) -> None:
-    with open_queue(f"rings:{prefix}") as reader:
+    with open_rings(f"rings:{prefix}") as reader:
         assert reader.latest("policy") is None
-        with open_queue(f"rings:{prefix}") as announcer, open_queue(f"rings:{prefix}") as second:
+        with open_rings(f"rings:{prefix}") as announcer, open_rings(f"rings:{prefix}") as second:
             for version in range(1, 9):
                 assert (announcer if version % 2 else second).announce("policy", version, bytes([version]))
             assert not announcer.announce("policy", 8)
@@ -255,13 +241,13 @@ def test_notices_of_one_host_are_seen_by_all_and_end_with_the_announcer(prefix: 
 
 
 def test_a_notice_of_one_host_ends_with_a_killed_announcer(prefix: str) -> None:
-    with open_queue(f"rings:{prefix}") as reader:
+    with open_rings(f"rings:{prefix}") as reader:
         with Child(ANNOUNCER, prefix) as first:
             assert first.line() == "True"
             assert reader.latest("policy") is not None
             first.kill()
         assert reader.latest("policy") is None
-        with open_queue(f"rings:{prefix}") as restarted:
+        with open_rings(f"rings:{prefix}") as restarted:
             assert restarted.announce("policy", 0, b"restarted")
             notice = reader.latest("policy")
             assert notice is not None
@@ -276,11 +262,11 @@ def test_a_run_hears_that_the_notice_of_an_earlier_one_stands_in_its_store(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     url = f"rings+sqlite://{tmp_path}/directory.sqlite"
-    with open_queue(url) as killed:
+    with open_rings(url) as killed:
         assert killed.announce("policy", 50)
         assert not killed.announce("policy", 49)
     assert caplog.messages == []
-    with open_queue(url) as restarted:
+    with open_rings(url) as restarted:
         for version in (40, 41):
             assert not restarted.announce("policy", version)
         [said] = caplog.messages
@@ -291,7 +277,7 @@ def test_a_run_hears_that_the_notice_of_an_earlier_one_stands_in_its_store(
 def test_a_notice_that_cannot_be_read_is_none_and_is_replaced(tmp_path: Path) -> None:
     with SQLiteStore(tmp_path / "directory.sqlite") as store:
         store.put("notices/policy", b"\xff")
-    with open_queue(f"rings+sqlite://{tmp_path}/directory.sqlite") as queue:
+    with open_rings(f"rings+sqlite://{tmp_path}/directory.sqlite") as queue:
         assert queue.latest("policy") is None
         assert queue.announce("policy", 1, b"one")
         assert queue.latest("policy").payload == b"one"
@@ -299,8 +285,8 @@ def test_a_notice_that_cannot_be_read_is_none_and_is_replaced(tmp_path: Path) ->
 
 @pytest.mark.parametrize("killed", [False, True], ids=["closed", "killed"])
 def test_notices_of_one_host_outlive_an_announcer_while_another_lives(prefix: str, killed: bool) -> None:
-    with open_queue(f"rings:{prefix}") as reader:
-        with Child(ANNOUNCER, prefix) as first, open_queue(f"rings:{prefix}") as second:
+    with open_rings(f"rings:{prefix}") as reader:
+        with Child(ANNOUNCER, prefix) as first, open_rings(f"rings:{prefix}") as second:
             assert first.line() == "True"
             assert second.announce("policy", 2, b"second")
             if killed:
@@ -312,7 +298,7 @@ def test_notices_of_one_host_outlive_an_announcer_while_another_lives(prefix: st
                 notice = queue.latest("policy")
                 assert notice is not None
                 assert notice.payload == b"second"
-            with open_queue(f"rings:{prefix}") as third:
+            with open_rings(f"rings:{prefix}") as third:
                 assert not third.announce("policy", 1)
                 assert third.announce("policy", 3, b"third")
             assert not second.announce("policy", 3)

@@ -7,18 +7,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from found_rings import consume, names, seen, some, take
 from helpers import NETWORK
 
-from transport import Schema, SharedRingBuffer, UCXXServer
+from transport import FoundRings, Schema, SharedRingBuffer, UCXXServer
 from transport.claims.places import OnThisHost
 from transport.client.client import UCXXClient
 from transport.errors import SchemaError
-from transport.queue import FoundRings
 from transport.testing import run
 
 SCHEMA = Schema.of(x=("int64", 4))
 ONE = {"x": np.arange(4)}
-PATIENCE_S = 10.0
 
 
 def prefix() -> str:
@@ -29,31 +28,28 @@ def test_a_ring_that_is_looked_at_while_it_is_made_is_found_when_it_is_ready() -
     unready = Path(f"/dev/shm/transport-{prefix()}a")
     with FoundRings(OnThisHost(prefix())) as queue:
         unready.touch(0o600)  # as it is between two steps of its writer
-        assert queue.claim(1, 0.0, consumer="t") == []
+        assert take(queue, 1) == []
         with SharedRingBuffer.create(SCHEMA, slots=2, name=f"{prefix()}a") as ring:
             ring.write(ONE)
-            (claim,) = queue.claim(1, PATIENCE_S, consumer="t")
-            assert queue.ack(claim)
+            assert consume(some(queue, 1)) == [True]
 
 
 def test_a_ring_that_was_made_again_is_found_while_an_array_of_the_old_one_is_held() -> None:
     with FoundRings(OnThisHost(prefix())) as queue:
         with SharedRingBuffer.create(SCHEMA, slots=2, name=f"{prefix()}a") as ring:
             old = ring.write(ONE)
-            (claim,) = queue.claim(1, PATIENCE_S, consumer="t")
-            came = queue.payload_bytes(claim)
-            assert came is not None
-            kept = np.frombuffer(came.data, np.int64)
-            assert queue.ack(claim)
-            del came
+            parts = some(queue, 1)
+            kept = np.frombuffer(seen(parts)[0].data, np.int64)
+            assert consume(parts) == [True]
+            del parts
         with SharedRingBuffer.create(SCHEMA, slots=2, name=f"{prefix()}a") as ring:
             new = ring.write({"x": np.arange(4) + 10})
             assert new.ring != old.ring
-            (claim,) = queue.claim(1, PATIENCE_S, consumer="t")
-            assert claim.ticket_id.startswith(new.ring)
-            assert queue.ack(claim)
+            parts = some(queue, 1)
+            assert names(parts)[0].startswith(new.ring)
+            assert consume(parts) == [True]
             assert (kept == np.arange(4)).all()
-            del kept, claim
+            del kept, parts
 
 
 @pytest.mark.ucx

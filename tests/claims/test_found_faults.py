@@ -13,19 +13,16 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import pytest
-from found_rings import LONG_S, TRAINER, fill, opened, ring_of, some
+from found_rings import LONG_S, TRAINER, consume, fill, names, opened, ring_of, some, take
 from helpers import NETWORK, NETWORK_WIRE, Child, dead_port, eventually, free, listener_pids, parent_of
-from queue_waits import in_thread
 from silent_server import silent_server
 from supervised import bound
 
-from transport import SharedRingBuffer, UCXXServer
-from transport.claims.batch import Verdict
-from transport.claims.looks import depth_of, failures_of, known_of
+from transport import FoundRings, SharedRingBuffer, UCXXServer, open_rings
+from transport.claims.looks import depth_of, failures_of
 from transport.claims.network import NetworkSource
 from transport.claims.places import Discovery, OnThisHost, RingAddress
 from transport.errors import WrongRingError
-from transport.queue import FoundRings, open_queue
 
 pytestmark = [pytest.mark.ucx, pytest.mark.slow]
 
@@ -47,9 +44,8 @@ def test_no_trainer_hoards(prefix: str, wire: str, over: None) -> None:
     with ring_of(prefix) as ring, opened(prefix) as slow, opened(prefix) as other:
         fill(ring, 32)
         held = some(slow, 4)
-        claims = some(other, 32 - 4 - 12)  # three times a batch may lie unused at the slow one
-        assert other.ack_many(claims) == claims
-        assert slow.ack_many(held) == held
+        parts = some(other, 32 - 4 - 12)  # three times a batch may lie unused at the slow one
+        assert all(consume(parts)) and all(consume(held))
 
 
 def test_a_trainer_that_is_killed_with_a_demand_that_waits_leaves_nothing(
@@ -58,17 +54,16 @@ def test_a_trainer_that_is_killed_with_a_demand_that_waits_leaves_nothing(
     monkeypatch.setenv("TRANSPORT_WIRES", ",".join(NETWORK))
     with ring_of(prefix) as ring, opened(prefix) as queue:
         fill(ring, 1)
-        with Child(TRAINER.replace('print(len(claims)', 'queue.claim(1, 0.2, consumer="child"); print(len(claims)'),
+        with Child(TRAINER.replace("    print", "    rings.take_parts(1, 0.2, consumer='child')\n    print", 1),
                    f"rings:{prefix}", 1) as trainer:  # fmt: skip
             assert trainer.line() == "1"
             trainer.kill()
         fill(ring, 3)
-        claims = some(queue, 4)
-        assert queue.ack_many(claims) == claims
+        assert consume(some(queue, 4)) == [True] * 4
         eventually(lambda: free(ring), "no slot is pinned")
 
 
-def test_closing_while_a_first_claim_makes_its_connections_leaves_none(
+def test_closing_while_a_first_take_makes_its_connections_leaves_none(
     prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRANSPORT_WIRES", ",".join(NETWORK))
@@ -87,7 +82,7 @@ def test_closing_while_a_first_claim_makes_its_connections_leaves_none(
 
         def claim() -> None:
             try:
-                queue.claim(1, LONG_S, consumer="test")
+                take(queue, 1, LONG_S)
             except Exception as error:
                 ended.append(type(error).__name__)
 
@@ -107,7 +102,7 @@ def test_a_demand_whose_connection_was_lost_before_it_was_made_is_made_again(
     monkeypatch.setenv("TRANSPORT_WIRES", ",".join(NETWORK))
     with ring_of(prefix) as ring, opened(prefix) as queue:
         fill(ring, 1)
-        assert queue.ack_many(some(queue, 1))
+        assert consume(some(queue, 1)) == [True]
         demands = queue._network._rank(0).demands
         ask = demands._ask
 
@@ -120,8 +115,8 @@ def test_a_demand_whose_connection_was_lost_before_it_was_made_is_made_again(
         demands._ask = lost_at_once  # type: ignore[method-assign]
         fill(ring, 2)
         acked = 0
-        while acked < 2:  # claims that came before the loss have ended with the connection, and come again
-            acked += len(queue.ack_many(some(queue, 2 - acked)))
+        while acked < 2:  # payloads that came before the loss have ended with the connection, and come again
+            acked += sum(consume(some(queue, 2 - acked)))
     gc.collect()
     assert "never retrieved" not in caplog.text
 
@@ -131,9 +126,9 @@ def test_a_ring_that_went_before_it_was_connected_to_is_no_fault_of_the_wires_th
 ) -> None:
     monkeypatch.setenv("TRANSPORT_WIRES", "shm")
     with dead_port() as port, FoundRings(Gone(prefix, port)) as queue:
-        assert queue.claim(1, 0.1, consumer="test") == []
+        assert take(queue, 1, 0.1) == []
         eventually(lambda: queue._network._rank(0).demands.faults, "it was tried")
-        assert queue.claim(1, 0.1, consumer="test") == []
+        assert take(queue, 1, 0.1) == []
 
 
 def test_a_place_that_goes_while_it_is_connected_to_leaves_no_fault() -> None:
@@ -147,7 +142,7 @@ def test_a_place_that_goes_while_it_is_connected_to_leaves_no_fault() -> None:
     with FoundRings(told) as queue:
         with silent_server() as port:
             told.places = {"gone": RingAddress(("127.0.0.1",), (port,))}
-            assert queue.claim(1, 0.1, consumer="test") == []
+            assert take(queue, 1, 0.1) == []
             demands = queue._network._rank(0).demands
             eventually(lambda: demands._takers._opening, "it is connected to")
             told.places = {}
@@ -160,10 +155,10 @@ def test_a_trainer_whose_address_another_program_takes_goes_on_through_the_next_
     with (
         ring_of(prefix, mode="process", ports=(0, 0)) as ring,
         socket.socket() as thief,
-        open_queue(f"rings://127.0.0.1:{ring.native.ports()[0]}") as queue,
+        open_rings(f"rings://127.0.0.1:{ring.native.ports()[0]}") as queue,
     ):
         fill(ring, 1)
-        assert queue.ack_many(some(queue, 1))
+        assert consume(some(queue, 1)) == [True]
         port = ring.native.ports()[0]
         listener = listener_pids(ring)[port]
         supervisor = parent_of(listener)
@@ -174,8 +169,7 @@ def test_a_trainer_whose_address_another_program_takes_goes_on_through_the_next_
             eventually(lambda: bound(thief, port), "its port is taken")
             thief.listen()
             fill(ring, 2)
-            claims = some(queue, 2)
-            assert queue.ack_many(claims) == claims
+            assert consume(some(queue, 2)) == [True] * 2
         finally:
             os.kill(supervisor, signal.SIGCONT)
 
@@ -193,45 +187,20 @@ def test_a_port_that_has_another_ring_by_now_is_followed_only_where_it_is_the_ad
             each.write_raw(b"one")
         with UCXXServer(ring, ports=(0, 0)):
             address, other = ring.native.ports()
-            queue = stack.enter_context(open_queue(f"rings://127.0.0.1:{address}"))
-            assert queue.ack_many(some(queue, 1))
+            queue = stack.enter_context(open_rings(f"rings://127.0.0.1:{address}"))
+            assert consume(some(queue, 1)) == [True]
         eventually(lambda: bound(kept, address), "the address is free")
         with UCXXServer(stranger, ports=(other,)):
-            assert isinstance(queue, FoundRings)
             reached = queue._network.reached
             eventually(
                 lambda: any(isinstance(fault, WrongRingError) for fault in reached(0, named=False).faults.values()),
                 "it was refused",
             )
-            assert queue.claim(1, 0.1, consumer="test") == []
+            assert take(queue, 1, 0.1) == []
             with UCXXServer(successor, ports=(address,)):
-                [claim] = some(queue, 1)
-                assert claim.ticket_id.startswith(successor.ring_id)
-                assert queue.ack_many([claim])
-
-
-def test_claims_of_several_rings_that_do_not_answer_are_given_back_at_once(
-    prefix: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TRANSPORT_WIRES", ",".join(NETWORK))
-    with contextlib.ExitStack() as stack:
-        rings = [stack.enter_context(ring_of(prefix, mode="process")) for _ in range(3)]
-        queue = stack.enter_context(opened(prefix))
-        for ring in rings:
-            fill(ring, 1)
-        claims = some(queue, 3)
-        listeners = [pid for ring in rings for pid in listener_pids(ring).values()]
-        for pid in listeners:
-            os.kill(pid, signal.SIGSTOP)
-        try:
-            returned, thread = in_thread(lambda: queue.retry_many(claims))
-            eventually(lambda: all(claim.verdict == Verdict.ASKED for claim in claims), "every ring is asked")
-        finally:
-            for pid in listeners:
-                os.kill(pid, signal.SIGCONT)
-        thread.join(LONG_S)
-        assert returned == [claims]
-        assert {claim.attempts for claim in some(queue, 3)} == {2}
+                parts = some(queue, 1)
+                assert names(parts)[0].startswith(successor.ring_id)
+                assert consume(parts) == [True]
 
 
 def test_a_ring_that_another_thread_closes_meanwhile_counts_nothing_and_disturbs_nothing() -> None:
@@ -239,9 +208,8 @@ def test_a_ring_that_another_thread_closes_meanwhile_counts_nothing_and_disturbs
         SharedRingBuffer.create(slots=1, slot_bytes=8) as open_,
         SharedRingBuffer.create(slots=1, slot_bytes=8) as gone,
     ):
-        ticket = open_.write_raw(b"x")
+        open_.write_raw(b"x")
         gone.close()
         rings = [gone, open_]
         assert depth_of(rings, None).ready == 1
         assert failures_of(rings, 10) == []
-        assert known_of(rings, [f"{gone.ring_id}/0/1", ticket.id]).keys() == {ticket.id}

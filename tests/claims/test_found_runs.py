@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from found_rings import names, some, take
 from packers import Worker
 
-from transport import RingOptions, Rollout, Schema, SharedRingBuffer, Trainer
+from transport import RingOptions, Rollout, Schema, SharedRingBuffer, Trainer, open_rings
 from transport.claims import rings
 from transport.errors import ConfigurationError, UsageError
-from transport.queue import open_queue
 
 SCHEMA = Schema.of(x="int64")
 
@@ -35,8 +35,8 @@ def test_a_run_that_has_a_name_keeps_its_payloads_to_itself(
         worker.write_to_buffer({"step": np.zeros(1)})
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
-        with open_queue("rings:") as queue:
-            assert len(queue.claim(1, 0.3, consumer="a")) == found
+        with open_rings("rings:") as queue:
+            assert len(take(queue, 1, 0.3)) == found
     finally:
         worker.cleanup_ucxx()
 
@@ -44,26 +44,25 @@ def test_a_run_that_has_a_name_keeps_its_payloads_to_itself(
 def test_a_name_of_a_run_that_no_ring_can_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRANSPORT_RUN", "../seven")
     with pytest.raises(ConfigurationError, match="TRANSPORT_RUN"):
-        open_queue("rings:")
+        open_rings("rings:")
 
 
 @pytest.mark.ucx
 def test_a_name_that_is_the_beginning_of_another_one_does_not_find_its_rings_and_notices(prefix: str) -> None:
     first, second = f"{prefix}job1", f"{prefix}job10"
     worker, other = Worker(), Worker()
-    with open_queue(f"rings:{first}") as queue, open_queue(f"rings:{second}") as theirs:
+    with open_rings(f"rings:{first}") as queue, open_rings(f"rings:{second}") as theirs:
         try:
             worker.setup_ucxx(slots=2, mode="thread", ring=RingOptions(slot_bytes=64), rings=queue)
             other.setup_ucxx(slots=2, mode="thread", ring=RingOptions(slot_bytes=64), rings=theirs)
             assert theirs.announce("0policy", 1)
             assert queue.announce("policy", 2)
-            with open_queue(f"rings:{first}") as trainer:
+            with open_rings(f"rings:{first}") as trainer:
                 other.write_to_buffer({"step": np.zeros(1)})
-                assert trainer.claim(1, 0.3, consumer="a") == []
+                assert take(trainer, 1, 0.3) == []
                 assert trainer.latest("00policy") is None
                 worker.write_to_buffer({"step": np.zeros(1)})
-                [claim] = trainer.claim(1, 30.0, consumer="a")
-                assert claim.ticket_id.startswith(worker.ring.ring_id)
+                assert names(some(trainer, 1))[0].startswith(worker.ring.ring_id)
             with pytest.raises(UsageError):
                 Worker().setup_ucxx(slots=2, mode="thread", rings=queue, name=f"{second}-mine")
         finally:

@@ -7,25 +7,22 @@ import time
 from typing import Any
 
 import pytest
-from found_rings import LONG_S, HereAndElsewhere, ring_of
-from helpers import eventually
-from queue_waits import in_thread
+from found_rings import LONG_S, HereAndElsewhere, consume, contents, ring_of, some, take
+from helpers import eventually, in_thread
 
+from transport import FoundRings
 from transport.claims.network import NetworkSource
+from transport.claims.taken_part import TakenPart
 from transport.errors import ClosedError
-from transport.queue import Claim, FoundRings
 
 pytestmark = pytest.mark.ucx
 
 
-def claimed(queue: FoundRings) -> bytes:
+def taken(rings: FoundRings) -> bytes:
     """The next payload, consumed."""
-    [claim] = queue.claim(1, LONG_S, consumer="test")
-    came = queue.payload_bytes(claim)
-    assert came is not None
-    data = bytes(memoryview(came.data))
-    del came
-    assert queue.ack(claim)
+    parts = some(rings, 1)
+    [data] = contents(parts)
+    assert consume(parts) == [True]
     return data
 
 
@@ -33,13 +30,13 @@ def test_a_trainer_waits_for_rings_here_and_elsewhere_without_looking_at_either(
     prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks: list[int] = []
-    claim = NetworkSource.claim
+    take_parts = NetworkSource.take_parts
 
-    def counted(self: NetworkSource, *arguments: Any, **named: Any) -> list[Claim]:
+    def counted(self: NetworkSource, *arguments: Any, **named: Any) -> list[TakenPart]:
         looks.append(1)
-        return claim(self, *arguments, **named)
+        return take_parts(self, *arguments, **named)
 
-    monkeypatch.setattr(NetworkSource, "claim", counted)
+    monkeypatch.setattr(NetworkSource, "take_parts", counted)
     with (
         ring_of(f"{prefix}here-") as here,
         ring_of(f"{prefix}there-") as there,
@@ -47,15 +44,15 @@ def test_a_trainer_waits_for_rings_here_and_elsewhere_without_looking_at_either(
     ):
         here.write_raw(b"0")
         there.write_raw(b"1")
-        assert sorted([claimed(queue), claimed(queue)]) == [b"0", b"1"]
+        assert sorted([taken(queue), taken(queue)]) == [b"0", b"1"]
         for number in range(20):
             timer = threading.Timer(0.02, (here, there)[number % 2].write_raw, [b"%d" % number])
             timer.start()
-            assert claimed(queue) == b"%d" % number
+            assert taken(queue) == b"%d" % number
             timer.join()
         looks.clear()
         began = time.monotonic()
-        assert queue.claim(1, 1.0, consumer="test") == []
+        assert take(queue, 1, 1.0) == []
         # A look at each slice of a tenth of a second; it was one at each millisecond.
         assert len(looks) <= 3 + 20 * (time.monotonic() - began)
 
@@ -72,5 +69,5 @@ def test_closing_ends_a_wait_for_rings_here_and_elsewhere(prefix: str) -> None:
 
 def closed_in(queue: FoundRings) -> str:
     with pytest.raises(ClosedError):
-        queue.claim(1, LONG_S, consumer="test")
+        take(queue, 1, LONG_S)
     return "closed"

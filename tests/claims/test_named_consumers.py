@@ -1,4 +1,4 @@
-"""Queues and trainers take a consumer's name for a rank where the rings know names, and say so where they do not."""
+"""Rings and trainers take a consumer's name for a rank where the rings know names, and say so where they do not."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from found_rings import consume, seen, some, take
 from helpers import NETWORK, NETWORK_WIRE, eventually
 
-from transport import RingOptions, Rollout, Schema, SharedRingBuffer, Trainer, UCXXServer
+from transport import FoundRings, RingOptions, Rollout, Schema, SharedRingBuffer, Trainer, UCXXServer
 from transport.claims.open import given_rings
 from transport.claims.places import AtAddresses, OnThisHost
 from transport.errors import RankError, UsageError
-from transport.queue import FoundRings
 
 SCHEMA = Schema.of(x="int64")
 CONSUMERS = {"reference": 1, "train": 2}
@@ -31,25 +31,26 @@ def found(name: str) -> FoundRings:
     return FoundRings(OnThisHost(name))
 
 
-def test_each_named_stage_claims_every_payload_once(ring: SharedRingBuffer) -> None:
+def test_each_named_stage_takes_every_payload_once(ring: SharedRingBuffer) -> None:
     with given_rings(ring) as queue:
         for rank, number in (("reference", 0), ("train:0", 1), ("train:1", 2)):
-            claims = queue.claim(8, rank=rank, consumer="c")
-            assert [claim.rank for claim in claims] == [number] * 3
-            assert not queue.claim(8, rank=rank, consumer="other")
-            assert queue.ack_many(claims) == claims
+            parts = take(queue, 8, rank=rank)
+            assert seen(parts).ranks.tolist() == [number] * 3
+            assert not take(queue, 8, rank=rank)
+            assert consume(parts) == [True] * 3
+            del parts
         assert ring.statistics().free == 8
 
 
 @pytest.mark.parametrize("rank", ["rewards", "train", "train:2", "train:x", "reference:1", "", ":", "0"])
 def test_names_that_the_ring_does_not_have_are_named(ring: SharedRingBuffer, rank: str) -> None:
     with given_rings(ring) as queue, pytest.raises(RankError):
-        queue.claim(8, rank=rank, consumer="c")
+        take(queue, 8, rank=rank)
 
 
 def test_a_ring_that_has_no_such_name_is_left_out_and_told(ring: SharedRingBuffer) -> None:
     with SharedRingBuffer.create(SCHEMA, slots=2, consumers=["reward"]) as second, given_rings(ring, second) as queue:
-        assert len(queue.claim(8, rank="reference", consumer="c")) == 3
+        assert len(some(queue, 3, rank="reference")) == 1
         why = queue.why_nothing("reference")
         assert why is not None
         assert second.ring_id[:8] in why.text
@@ -58,21 +59,18 @@ def test_a_ring_that_has_no_such_name_is_left_out_and_told(ring: SharedRingBuffe
         given_rings(second) as queue,
         pytest.raises(RankError, match="no consumer 'reference': it has reward"),
     ):
-        queue.claim(8, rank="reference", consumer="c")
+        take(queue, 8, rank="reference")
 
 
 @pytest.mark.ucx
-def test_what_comes_from_elsewhere_is_claimed_where_a_ring_here_has_no_such_name(ring: SharedRingBuffer) -> None:
+def test_what_comes_from_elsewhere_is_taken_where_a_ring_here_has_no_such_name(ring: SharedRingBuffer) -> None:
     with (
         SharedRingBuffer.create(SCHEMA, slots=2, consumers=["reward"]) as second,
         UCXXServer(ring, mode="thread") as server,
         FoundRings(AtAddresses(f"127.0.0.1:{server.ports[0]}")) as queue,
     ):
         queue.hand_out(second)
-        claims = queue.claim(8, 30.0, rank="reference", consumer="c")
-        while len(claims) < 3:
-            claims += queue.claim(8, 30.0, rank="reference", consumer="c")
-        assert len(queue.ack_many(claims)) == 3
+        assert consume(some(queue, 3, rank="reference")) == [True] * 3
 
 
 @pytest.mark.ucx
@@ -118,13 +116,12 @@ def test_a_ring_elsewhere_without_names_keeps_no_one_from_the_rings_that_know_th
         found(name) as queue,
     ):
         demands = queue._network._rank("train").demands
-        assert queue.claim(1, rank="train", consumer="c") == []
+        assert take(queue, 1, rank="train") == []
         eventually(lambda: len(demands.connections) == 2, "both are connected")
         eventually(lambda: [type(fault) for fault in demands.faults.values()] == [RankError], "one has refused")
-        assert queue.claim(1, rank="train", consumer="c") == []
+        assert take(queue, 1, rank="train") == []
         knows.write({"x": 1})
-        claims = queue.claim(1, 30.0, rank="train", consumer="c")
-        assert queue.ack_many(claims) == claims
+        assert consume(some(queue, 1, rank="train")) == [True]
         with pytest.raises(RankError, match="no consumer 'rewards'"):
             while True:
-                assert not queue.claim(1, 1.0, rank="rewards", consumer="c")
+                assert not take(queue, 1, 1.0, rank="rewards")

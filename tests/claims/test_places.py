@@ -8,11 +8,10 @@ import time
 import pytest
 from packers import Worker
 
-from transport import Schema
+from transport import FoundRings, Schema
 from transport.claims.places import InDirectory
 from transport.errors import RingFullError, StoreUnavailableError
 from transport.packer.options import ServerOptions
-from transport.queue import FoundRings
 from transport.store.directory import Directory, Serving
 from transport.store.memory import MemoryStore
 

@@ -10,16 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from found_rings import TRAINER, fill, opened, ring_of, some
+from found_rings import TRAINER, consume, fill, opened, ring_of, seen, some, take
 from helpers import NETWORK, NETWORK_WIRE, Child, dead_port, eventually
 
-from transport import Schema, SharedRingBuffer, Trainer, UCXXServer, UpTo, _ring
+from transport import FoundRings, Schema, SharedRingBuffer, Trainer, UCXXServer, UpTo, _ring, open_rings
 from transport.claims import places, waiting
 from transport.claims.waiting import Known, Reason, Why, reason
 from transport.cli import run
 from transport.client.status_socket import clients
 from transport.observe import overview
-from transport.queue import FoundRings, open_queue
 from transport.ring.attachment import remove_dead
 from transport.runtime import logs
 from transport.store import SQLiteStore
@@ -51,11 +50,11 @@ def said(caplog: pytest.LogCaptureFixture) -> Iterator[Any]:
 
 
 def reason_of(queue: FoundRings, why: Why) -> Reason:
-    """The reason, once it is found by claiming."""
+    """The reason, once it is found by taking."""
     found: list[Reason | None] = []
 
     def looked() -> bool:
-        queue.claim(1, 0.05, consumer="test")
+        take(queue, 1, 0.05)
         found.append(queue.why_nothing(0))
         return found[-1] is not None and found[-1].why is why and bool(queue.reasons().get(why.value))
 
@@ -154,8 +153,7 @@ def test_a_trainer_whose_rank_no_payload_is_for_hears_so(prefix: str, wire: str,
 
 
 def test_a_place_that_does_not_answer_is_named() -> None:
-    with dead_port() as port, open_queue(f"rings://127.0.0.1:{port}") as queue:
-        assert isinstance(queue, FoundRings)
+    with dead_port() as port, open_rings(f"rings://127.0.0.1:{port}") as queue:
         assert str(port) in reason_of(queue, Why.UNREACHABLE).text
 
 
@@ -188,9 +186,8 @@ def test_a_ring_of_another_host_that_names_loopback_is_not_looked_for_here(
         SharedRingBuffer.create(slots=1, slot_bytes=8) as ring,
         UCXXServer(ring, mode="thread", addresses=("127.0.0.1",)) as server,
         Announcement(Directory(store), ring, server),
-        open_queue(f"rings+sqlite://{tmp_path}/store.db") as queue,
+        open_rings(f"rings+sqlite://{tmp_path}/store.db") as queue,
     ):
-        assert isinstance(queue, FoundRings)
         monkeypatch.setattr(places, "host_identity", lambda: "another host")
         found = reason_of(queue, Why.UNREACHABLE).text
         assert ring.ring_id[:8] in found
@@ -205,7 +202,7 @@ def test_a_rollout_that_was_killed_is_told_with_the_number_of_ends_that_were_exp
 
 def test_rings_without_unread_payloads_are_no_reason(prefix: str) -> None:
     with ring_of(prefix), opened(prefix) as queue:
-        assert queue.claim(1, 0.5, consumer="test") == []
+        assert take(queue, 1, 0.5) == []
         assert queue.why_nothing(0) is None
         assert queue.reasons() == {}
 
@@ -216,7 +213,8 @@ def test_a_trainer_that_holds_every_slot_hears_that_it_does(prefix: str, wire: s
         fill(ring, 2)
         held = some(queue, 2)
         assert "holds 2 payloads" in reason_of(queue, Why.FULL).text
-        assert queue.ack_many(held) == held
+        assert consume(held) == [True] * 2
+        del held
         assert queue.why_nothing(0) is None
 
 
@@ -224,9 +222,10 @@ def test_a_payload_that_is_looked_at_after_its_end_is_held(prefix: str, monkeypa
     monkeypatch.setenv("TRANSPORT_WIRES", "mapped")
     with ring_of(prefix, slots=1) as ring, opened(prefix) as queue:
         fill(ring, 1)
-        [claim] = some(queue, 1)
-        view = queue.payload_bytes(claim)
-        assert queue.ack(claim)
+        parts = some(queue, 1)
+        view = seen(parts)[0].data
+        assert consume(parts) == [True]
+        del parts
         assert "holds 1 payloads" in reason_of(queue, Why.FULL).text
         del view
         assert queue.why_nothing(0) is None
@@ -236,6 +235,5 @@ def test_a_payload_that_is_looked_at_after_its_end_is_held(prefix: str, monkeypa
 def test_a_full_ring_names_the_ranks_that_have_not_read(prefix: str, wire: str, over: None) -> None:
     with ring_of(prefix, slots=1, consumers={"first": 1, "train": 2}) as ring, opened(prefix) as queue:
         ring.write_raw(b"x", readers=3)
-        [claim] = some(queue, 1)
-        assert queue.ack(claim)
+        assert consume(some(queue, 1)) == [True]
         assert "train:0, train:1" in reason_of(queue, Why.FULL).text

@@ -139,8 +139,8 @@ def test_reclaim_takes_the_notices_of_a_run_whose_announcer_was_killed(capsys: p
     place = f"rings:reclaimed-{secrets.token_hex(8)}-"
     announcer = f"""
 import sys
-from transport.queue import open_queue
-with open_queue({place!r}) as queue:
+from transport import open_rings
+with open_rings({place!r}) as queue:
     print(queue.announce("policy", 1, b"first"), flush=True)
     sys.stdin.read()
 """

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from found_rings import consume, take
 
 from transport import SharedRingBuffer, UCXXServer
 from transport.claims import places
@@ -23,20 +24,22 @@ def test_depth_failures_and_reasons_are_shown(capsys: pytest.CaptureFixture[str]
         SharedRingBuffer.create(slots=4, slot_bytes=64, prefix="shown-") as ring,
         given_rings(ring, max_deliveries=1) as queue,
     ):
-        tickets = [ring.write_raw(b"any") for _ in range(4)]
-        dead, discarded, held = queue.claim(3, consumer="trainer 0")
-        queue.retry(dead, reason="checksum mismatch")
-        queue.discard(discarded, "its host is gone")
+        tickets = [ring.write({"a": 1}, policy_version=version) for version in (2, 1, 2, 2)]
+        [part] = take(queue, 2, consumer="trainer 0", oldest_version=2)
+        part.drop(0, "checksum mismatch", True, "trainer 0")
         assert run(["queue", "rings:shown-"]) == 0
         shown = capsys.readouterr().out
         assert "ready 1  claimed 1  done 0  discarded 1  dead 1" in shown
         assert f"dead      {tickets[0].id} rank 0, 1 claim by trainer 0: checksum mismatch" in shown
-        assert f"discarded {tickets[1].id} rank 0, 1 claim by trainer 0: its host is gone" in shown
+        assert f"discarded {tickets[1].id} rank 0, 0 claims by trainer 0: policy version 1 is older than 2" in shown
         assert run(["queue", "rings:shown-", "--json", "-"]) == 0
         report = json.loads(capsys.readouterr().out)
         assert report["depth"]["dead"] == 1
-        assert [failure["reason"] for failure in report["failures"]] == ["its host is gone", "checksum mismatch"]
-        assert queue.ack(held)
+        assert [failure["reason"] for failure in report["failures"]] == [
+            "policy version 1 is older than 2",
+            "checksum mismatch",
+        ]
+        assert consume([part]) == [True]
 
 
 def test_one_rank_of_rings_is_counted_on_request(capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,12 +88,12 @@ def test_who_holds_claims_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
         given_rings(ring, lease_s=60.0) as held,
     ):
         ring.write_raw(b"x")
-        [claim] = held.claim(1, consumer="trainer 0")
+        parts = take(held, 1)
         assert run(["queue", "rings:held-", "--json", "-"]) == 0
         [holder] = json.loads(capsys.readouterr().out)["holders"]
         assert (holder["ring"], holder["pid"], holder["payloads"]) == (ring.ring_id, os.getpid(), 1)
         assert 0 < holder["left_s"] <= 60
-        assert held.ack(claim)
+        assert consume(parts) == [True]
 
 
 def test_where_no_ring_of_the_run_is_the_others_are_named() -> None:

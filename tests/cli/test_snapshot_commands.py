@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from found_rings import consume, seen, some
 
 from transport import Schema, SharedRingBuffer
-from transport.claims.open import open_queue
+from transport.claims.open import open_rings
 from transport.cli import run
 from transport.cooldown import Outcome, Phase
 from transport.cooldown.destinations.folder import Folder
@@ -68,18 +69,18 @@ def test_a_restored_ring_is_served_until_everything_is_consumed(
     command = [sys.executable, "-m", "transport", "restore", str(tmp_path), "--queue", f"rings:{prefix}"]
     with (
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process,
-        open_queue(f"rings:{prefix}") as queue,
+        open_rings(f"rings:{prefix}") as queue,
     ):
         found: set[int] = set()
         while len(found) < 6:
-            claims = queue.claim(6, timeout_s=60, consumer="trainer")
-            assert claims, "nothing is restored"
-            found |= {claim.policy_version or 0 for claim in claims if queue.ack(claim)}
-        [second] = queue.claim(6, timeout_s=60, rank=1, consumer="trainer")
-        assert queue.ack(second)
+            parts = some(queue, 1)
+            found |= {payload.version or 0 for payload in seen(parts)}
+            assert all(consume(parts))
+        second = some(queue, 1, rank=1)
+        assert consume(second) == [True]
         out, _ = process.communicate(timeout=60)
     assert process.returncode == 0
-    assert (found, second.policy_version) == (set(range(6)), 5)
+    assert (found, seen(second)[0].version) == (set(range(6)), 5)
     assert "all payloads are consumed" in out
 
 

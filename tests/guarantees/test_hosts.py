@@ -12,7 +12,7 @@ import pytest
 from delivery_accounts import Told, compare, kill, looking, place_of, served_by
 from helpers import eventually, parent_of
 
-from transport.queue import QueueDepth
+from transport.claims.deliveries import QueueDepth
 
 pytestmark = [pytest.mark.ucx, pytest.mark.slow]
 # a read gives up at once

@@ -14,7 +14,7 @@ import pytest
 from benchmark_programs import run_benchmark
 
 from transport import Schema, SharedRingBuffer
-from transport.claims.open import open_queue
+from transport.claims.open import open_rings
 from transport.errors import CheckpointDamagedError, DestinationError
 from transport.packer.consumed_record import ConsumedRecord
 from transport.snapshots import restore, snapshot, steps
@@ -70,7 +70,7 @@ def test_a_job_whose_destination_fails_goes_on_and_is_restored_to_the_step_befor
     place = tmp_path / "destination"
     place.mkdir()
     checkpoints: dict[int, tuple[list[int], bytes, str]] = {}
-    with SharedRingBuffer.create(SCHEMA, slots=16, prefix=prefix) as ring, open_queue(f"rings:{prefix}") as queue:
+    with SharedRingBuffer.create(SCHEMA, slots=16, prefix=prefix) as ring, open_rings(f"rings:{prefix}") as queue:
         ring.write_many([{"number": number} for number in range(12)])
         model: list[int] = []
         record = ConsumedRecord()

@@ -14,10 +14,9 @@ import pytest
 from helpers import until
 from packers import Packer
 
-from transport import BlockingClient, Rollout, Schema, SharedRingBuffer, UCXXClient, UCXXServer
+from transport import BlockingClient, FoundRings, Rollout, Schema, SharedRingBuffer, Trainer, UCXXClient, UCXXServer
 from transport.cooldown import open_destination
 from transport.errors import SchemaError, UsageError
-from transport.queue import FoundRings
 from transport.rendezvous import Rendezvous, Rules
 from transport.store.memory import MemoryStore
 from transport.testing import run
@@ -157,8 +156,8 @@ def test_an_error_that_no_argument_explains_stays_what_it_is() -> None:
     """A callee's own defect is not blamed on its caller."""
 
     class Broken(FoundRings):
-        def claim(self, *_: Any, **__: Any) -> Any:
+        def take_parts(self, *_: Any, **__: Any) -> Any:
             raise KeyError("a defect")
 
-    with pytest.raises(KeyError, match="a defect"):
-        Broken().claim(1, consumer="x")
+    with Broken() as rings, Trainer(None, rings) as trainer, pytest.raises(KeyError, match="a defect"):
+        trainer.take(1)

@@ -22,6 +22,7 @@ import yaml
 from helpers import Child, eventually
 
 from transport import (
+    FoundRings,
     Rollout,
     Schema,
     SharedRingBuffer,
@@ -29,6 +30,7 @@ from transport import (
     UCXXDataPackerMixin,
     UCXXRolloutMixin,
 )
+from transport.claims.deliveries import QueueDepth
 from transport.claims.open import given_rings
 from transport.config import Configuration
 from transport.errors import BusyPortError
@@ -38,7 +40,6 @@ from transport.observe.metrics import (
     configured_exporter,
     ring_samples,
 )
-from transport.queue import FoundRings, QueueDepth
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -100,10 +101,10 @@ def test_every_queue_of_a_process_is_shown_until_nobody_shows_it() -> None:
         for ring, count in zip(rings, (5, 3), strict=True):
             for _ in range(count):
                 ring.write_raw(b"x")
-        exporter.add_queue(one.name, one)
+        exporter.add_queue(FoundRings.__name__, one)
         with Exporter(exporter.port) as other:
-            other.add_queue(one.name, one)
-            other.add_queue(two.name, two)
+            other.add_queue(FoundRings.__name__, one)
+            other.add_queue(FoundRings.__name__, two)
             assert sorted(ready(exporter.port).values()) == [3, 5]
         assert list(ready(exporter.port).values()) == [5]
 
@@ -117,7 +118,7 @@ def test_a_queue_whose_server_hangs_is_left_out_of_a_scrape(ring: SharedRingBuff
             return super().depth(rank)
 
     with Hanging() as queue, Exporter(0) as exporter:
-        exporter.add_queue(queue.name, queue)
+        exporter.add_queue(FoundRings.__name__, queue)
         exporter.add_ring(ring)
         try:
             assert not ready(exporter.port)
@@ -132,7 +133,7 @@ def test_every_one_of_scrapes_at_the_same_time_has_the_queue() -> None:
     sys.setswitchinterval(1e-5)
     try:
         with given_rings() as queue, Exporter(0) as exporter, ThreadPoolExecutor(4) as scrapers:
-            exporter.add_queue(queue.name, queue)
+            exporter.add_queue(FoundRings.__name__, queue)
             assert all(scrapers.map(ready, [exporter.port] * 300))
     finally:
         sys.setswitchinterval(interval)
@@ -144,7 +145,7 @@ def test_a_queue_whose_connection_ends_meanwhile_is_left_out_quietly() -> None:
             raise RuntimeError("Event loop is closed")
 
     with Ending() as queue, Exporter(0) as exporter:
-        exporter.add_queue(queue.name, queue)
+        exporter.add_queue(FoundRings.__name__, queue)
         assert not ready(exporter.port)
 
 

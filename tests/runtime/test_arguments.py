@@ -9,16 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from found_rings import consume, seen, take
 from packers import Packer, Worker
 
-from transport import Schema, ServerOptions, SharedRingBuffer, UCXXServer
+from transport import FoundRings, Schema, ServerOptions, SharedRingBuffer, UCXXServer
 from transport.claims.places import OnThisHost
 from transport.errors import UsageError
-from transport.queue import Claim, FoundRings
 from transport.store import SQLiteStore
 
 SCHEMA = Schema.of(step=("int64",))
-CLAIM = Claim("ring/0/1", b"", 0, 1, "1:1")
 Wrong = Callable[[Any], object]
 
 
@@ -29,13 +28,10 @@ def queue() -> Iterator[FoundRings]:
 
 
 REFUSED: list[Wrong] = [
-    lambda queue: queue.claim(2**70, consumer="a"),
-    lambda queue: queue.claim(1, consumer="a", oldest_version=-(2**70)),
     lambda queue: queue.failures(2**70),
     lambda queue: queue.failures(-1),
     lambda queue: queue.announce("t", 2**70),
     lambda queue: queue.latest("t", 2**70),
-    lambda queue: queue.retry(CLAIM, float("inf")),
 ]
 
 
@@ -46,17 +42,15 @@ def test_values_that_no_ring_can_hold(case: int, queue: FoundRings) -> None:
     assert queue.depth().unfinished == 0
 
 
-def test_numpys_numbers_are_numbers_to_a_queue(queue: FoundRings, ring: SharedRingBuffer) -> None:
+def test_numpys_numbers_are_numbers_to_rings(queue: FoundRings, ring: SharedRingBuffer) -> None:
     number: Any = np.int64
     queue.hand_out(ring)
     ring.write({"a": 1}, readers=number(1), policy_version=number(7))
-    (claim,) = queue.claim(number(2), np.float32(0), rank=number(0), consumer="a", oldest_version=number(7))
-    assert type(claim.policy_version) is int
-    assert claim.policy_version == 7
-    assert queue.retry(claim, np.float32(0))
+    parts = take(queue, number(2), np.float32(0), rank=number(0), oldest_version=number(7))
+    assert seen(parts).versions.tolist() == [7]
+    parts[0].release(np.float32(0))
     assert queue.depth(number(0)).unfinished == 1
-    (claim,) = queue.claim(1, consumer="a", oldest_version=3)
-    assert queue.ack(claim)
+    assert consume(take(queue, 1, oldest_version=3)) == [True]
     assert queue.failures(number(3)) == []
     assert queue.announce("numpy", number(3))
     assert queue.announce("numpy", 4)  # whatever the earlier one was stored as
@@ -75,7 +69,7 @@ def test_numpys_numbers_are_numbers_to_a_queue(queue: FoundRings, ring: SharedRi
     ],
     ids=str,
 )
-def test_what_a_queue_is_made_with(options: dict[str, Any]) -> None:
+def test_what_rings_are_opened_with(options: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         FoundRings(OnThisHost("arguments-"), **options)
 

@@ -12,20 +12,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from rich.pretty import pretty_repr
 
 import transport
-from transport.claims.mapped import MappedClaim
-from transport.claims.network import NetworkClaim
 from transport.client.connections.acknowledgements import Ack
 from transport.config import Configuration, Loaded
 from transport.errors import MissingDependencyError
 from transport.packer.mixin import FetchedBatch, FetchedItem
 from transport.packer.options import ClientOptions, ServerOptions
-from transport.queue import Claim
-from transport.queue.base import PayloadBytes
 from transport.snapshots.manifest import Entry as SavedEntry
 from transport.storage.urls import RedisURL
 from transport.store.base import Change, Entry
@@ -51,18 +46,10 @@ TICKET = Ticket(
     checksum=1, readers=1, schema_fingerprint="0" * 32, schema=None, lengths=(), created=0.0, deadline=None,
     metadata={},
 )  # fmt: skip
-CLAIM = Claim("ring/3/9", TICKET.encode(), 0, 1, f"7:1:{WORD}")
-
-OF_CLAIM: dict[str, Any] = {"ticket_id": "ring/3/9", "data": TICKET.encode(), "rank": 0, "attempts": 1, "token": WORD}
-
 RECORDS = [
-    CLAIM,
-    MappedClaim(**OF_CLAIM, source=None, ring=None, native=None),
-    NetworkClaim(**OF_CLAIM, source=None, batch=None, position=0, owned=None),
-    PayloadBytes("tcp", TICKET.encode()),
     Child(TICKET, 0, "tcp", TICKET.encode()),
-    FetchedItem(TICKET, CLAIM),
-    FetchedBatch([FetchedItem(TICKET, CLAIM)]),
+    FetchedItem(TICKET, TICKET),
+    FetchedBatch([FetchedItem(TICKET, TICKET)]),
     Entry(TICKET.encode(), 4),
     SavedEntry(TICKET.encode(), (0,), None),
     Change("groups/g/claims/1", TICKET.encode()),
@@ -148,7 +135,6 @@ def test_every_record_with_such_a_field_is_among_those_that_hide_it() -> None:
         telling = {field for field in fields_of(kind) if field in _TELLING or encoded_tickets(field, said.get(field))}
         if telling and name not in _HARMLESS and name not in elsewhere and kind.__name__ != "DeviceTensor":
             assert kind in tested, f"{name} has {telling}: hide it from `repr`, and add it to RECORDS"
-    assert issubclass(Claim, msgspec.Struct)
 
 
 # --- what is imported only where its framework is installed -----------------------------------------------

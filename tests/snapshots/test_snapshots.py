@@ -17,11 +17,12 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from found_rings import consume, names, seen, some, take
 from helpers import Child
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transport import Rollout, Schema, SharedRingBuffer, UpTo, _ring
+from transport import Rollout, Schema, SharedRingBuffer, UpTo, _ring, open_rings
 from transport.claims.open import given_rings
 from transport.cooldown.destinations.folder import Folder
 from transport.errors import (
@@ -39,7 +40,6 @@ from transport.errors import (
 )
 from transport.packer.consumed_record import ConsumedRecord
 from transport.packer.options import RingOptions
-from transport.queue import open_queue
 from transport.ring.buffer import attached_reader
 from transport.snapshots import Manifest, Saved, Snapshot, new_attempt, prune, restore, snapshot, steps, taking
 from transport.ticket import MAX_ENCODED_BYTES, Ticket
@@ -185,7 +185,7 @@ def test_ranks_that_were_done_are_done_and_the_others_are_due(prefix: str, place
 def test_payloads_for_another_number_of_ranks_are_refused_before_one_is_written(
     prefix: str, place: Path, before: int, after: int
 ) -> None:
-    with open_queue(f"rings:{prefix}") as queue:
+    with open_rings(f"rings:{prefix}") as queue:
         with Rollout(SCHEMA, slots=4, readers=before, rings=queue, mode="thread", drain_s=0) as rollout:
             rollout.write_to_buffer(values(1))
             saved_of(rollout.ring, place)
@@ -263,17 +263,17 @@ def test_a_delivery_is_in_the_record_or_in_the_snapshot_never_in_both_or_neither
                     continue
                 published |= {("/".join(map(str, ticket.identity)), rank) for rank in (0, 1)}
             elif what == "claim":
-                held[rank] += queue.claim(2, rank=rank, consumer="test")
+                held[rank] += [each for part in take(queue, 2, rank=rank) for each in part.divide()]
             elif held[rank]:
                 claim = held[rank].pop(0)
+                [name] = names([claim])
                 if what == "retry":
-                    queue.retry(claim)
-                elif queue.ack(claim):
-                    ring, slot, generation = claim.ticket_id.split("/")
+                    claim.release()
+                elif consume([claim]) == [True]:
+                    ring, slot, generation = name.split("/")
                     record.accept(ring, int(slot), int(generation), rank)
         taken = snapshot(queue, str(place), 1)
-        for claim in (*held[0], *held[1]):  # training goes on while it is uploaded
-            queue.ack(claim)
+        consume([*held[0], *held[1]])  # training goes on while it is uploaded
         taken.wait(60)
         with Saved(str(place)) as saved:
             in_snapshot = {
@@ -407,7 +407,7 @@ def test_a_part_that_does_not_come_or_comes_twice_makes_no_snapshot(
 
 
 def test_rings_that_are_served_elsewhere_are_not_left_out_silently(place: Path) -> None:
-    with open_queue("rings://127.0.0.1:1") as queue, pytest.raises(SnapshotError, match=r"127\.0\.0\.1:1"):
+    with open_rings("rings://127.0.0.1:1") as queue, pytest.raises(SnapshotError, match=r"127\.0\.0\.1:1"):
         snapshot(queue, str(place), 1)
 
 
@@ -415,9 +415,9 @@ def test_rings_that_are_served_elsewhere_are_not_left_out_silently(place: Path) 
 def test_a_snapshot_without_rings_is_only_of_a_queue_that_has_had_some(
     ring: SharedRingBuffer, prefix: str, place: Path, said: bool
 ) -> None:
-    with open_queue(f"rings:{prefix}") as queue:
+    with open_rings(f"rings:{prefix}") as queue:
         assert snapshot(queue, str(place), 1).wait(60).payloads == 0
-        queue.claim(1, consumer="trainer")  # it knows the ring
+        take(queue, 1)  # it knows the ring
         if said:
             ring.end_data()
         ring.close()
@@ -776,13 +776,13 @@ def test_a_run_without_payloads_has_a_snapshot_as_well(ring: SharedRingBuffer, p
 # --- beside the mixins --------------------------------------------------------------------------------
 @pytest.mark.ucx
 def test_a_rollout_restores_and_a_trainer_elsewhere_takes_what_it_restored(prefix: str, place: Path) -> None:
-    with open_queue(f"rings:{prefix}") as queue, Rollout(SCHEMA, slots=8, rings=queue, mode="thread") as rollout:
+    with open_rings(f"rings:{prefix}") as queue, Rollout(SCHEMA, slots=8, rings=queue, mode="thread") as rollout:
         for number in range(5):
             rollout.write_to_buffer(values(number), metadata={"number": number}, policy_version=number)
         taken = snapshot(queue, str(place), 1)
         taken.wait(60)
         rollout.ring.consume(rollout.ring.claim(5))
-    with open_queue(f"rings:{prefix}") as queue, Rollout(SCHEMA, slots=8, rings=queue, mode="thread") as rollout:
+    with open_rings(f"rings:{prefix}") as queue, Rollout(SCHEMA, slots=8, rings=queue, mode="thread") as rollout:
         restore(str(place), 1, rollout)
         address = f"rings://127.0.0.1:{rollout.ports[0]}"
         with Trainer(SCHEMA, address, wire=("tcp",)) as trainer:
@@ -799,17 +799,18 @@ def test_a_small_rollout_restores_as_trainers_make_room(prefix: str, place: Path
         written(ring, range(8))
         saved_of(ring, place)
     with (
-        open_queue(f"rings:{prefix}") as queue,
+        open_rings(f"rings:{prefix}") as queue,
         Rollout(SCHEMA, slots=4, rings=queue, mode="thread") as rollout,
         ThreadPoolExecutor(1) as thread,
-        open_queue(f"rings:{prefix}") as reading,
+        open_rings(f"rings:{prefix}") as reading,
     ):
         done = thread.submit(restore, str(place), 1, rollout)
         found: list[int] = []
         while len(found) < 8:
-            for claim in reading.claim(4, consumer="trainer", timeout_s=60):
-                found.append(int(Ticket.decode(claim.data).metadata["number"]))  # type: ignore[arg-type]
-                assert reading.ack(claim)
+            parts = some(reading, 1)
+            found += [int(each["number"]) for each in seen(parts).metadata]
+            assert all(consume(parts))
+            del parts
         assert found == list(range(8)) and len(done.result(60).tickets) == 8
 
 

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import redis
-from helpers import eventually
-from queue_waits import in_thread
+from helpers import eventually, in_thread
 from redis_server import RedisServer, needs_redis, redis_server
 from redis_stores import place
 

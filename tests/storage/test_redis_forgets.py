@@ -8,12 +8,12 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from helpers import eventually
-from queue_waits import in_thread
+from found_rings import take
+from helpers import eventually, in_thread
 from redis_server import needs_redis, redis_server
 
+from transport import open_rings
 from transport.errors import ConfigurationError, StoreUnsuitableError
-from transport.queue import open_queue
 from transport.storage.urls import RedisURL, parse_url
 from transport.store import Entry, open_store
 from transport.store.directory import Announcement, Directory
@@ -39,9 +39,9 @@ def test_a_server_without_an_append_only_file_is_refused_with_what_to_set(
 def test_a_directory_of_rings_whose_ends_and_notices_do_not_come_back_is_refused_as_well() -> None:
     with redis_server(*FORGETFUL) as server:
         with pytest.raises(StoreUnsuitableError, match=r"ends of rollouts.*may_forget=yes"):
-            open_queue(f"rings+{server.place()}")
-        with open_queue(f"rings+{server.place()}&may_forget=yes") as queue:
-            assert queue.claim(1, consumer="test") == []
+            open_rings(f"rings+{server.place()}")
+        with open_rings(f"rings+{server.place()}&may_forget=yes") as queue:
+            assert take(queue, 1) == []
 
 
 def test_a_server_that_got_its_file_later_is_admitted() -> None:

@@ -9,8 +9,8 @@ from urllib.parse import quote
 
 import pytest
 
+from transport import open_rings
 from transport.errors import ConfigurationError, StoreUnsuitableError, UsageError
-from transport.queue import open_queue
 from transport.storage.urls import RedisURL, SQLiteURL, parse_url
 from transport.store import SQLiteStore, open_store
 
@@ -133,12 +133,12 @@ def test_text_without_a_scheme_is_named_unless_it_may_have_a_password(text: str)
 )
 def test_what_names_no_rings_is_told_how_they_are_named(text: str, meant: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        open_queue(text)
+        open_rings(text)
     assert meant in str(caught.value)
     assert "sesame" not in str(caught.value)
 
 
 def test_a_file_of_a_store_is_told_how_rings_are_found_in_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"write rings\+sqlite:"):
-        open_queue(f"sqlite:{tmp_path}/s.db")
+        open_rings(f"sqlite:{tmp_path}/s.db")
     assert list(tmp_path.iterdir()) == []

@@ -10,8 +10,8 @@ import threading
 from collections.abc import Callable
 
 import pytest
+from helpers import in_thread
 from hypothesis import settings
-from queue_waits import in_thread
 from redis_server import RedisServer, lose_answers, needs_redis, redis_server
 from redis_stores import RedisHarness, place
 from store_conformance import StoreConformance

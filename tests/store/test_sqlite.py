@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import in_thread
 from hypothesis import settings
-from queue_waits import in_thread
 from store_conformance import Harness, StoreConformance
 from store_model import StoreMachine
 

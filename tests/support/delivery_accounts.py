@@ -16,8 +16,9 @@ from helpers import NETWORK, Child, Elsewhere, eventually, parent_of
 from patience import PATIENCE
 from told import MARKED, PROGRAM
 
+from transport import FoundRings, open_rings
+from transport.claims.deliveries import QueueDepth
 from transport.errors import RingNotFoundError
-from transport.queue import FoundRings, QueueDepth, open_queue
 from transport.ring.buffer import SharedRingBuffer
 from transport.settings import Settings
 
@@ -43,7 +44,7 @@ class Place:
 
     def open(self) -> FoundRings:
         """The queue, for looking and for claims of the test's own."""
-        return open_queue(f"rings:{self.prefix}")
+        return open_rings(f"rings:{self.prefix}")
 
 
 def place_of(kind: str) -> Place:

@@ -1,28 +1,30 @@
-"""What the tests of `FoundRings` share: rings with a server, places of rings here and elsewhere, claims that come."""
+"""What the tests of `FoundRings` share: rings with a server, places of rings here and elsewhere, payloads that come."""
 
 from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from transport import SharedRingBuffer, UCXXServer
+from transport import FoundRings, SharedRingBuffer, UCXXServer, open_rings
 from transport.claims.places import OnThisHost, RingAddress
-from transport.queue import Claim, FoundRings, TicketQueue, open_queue
+from transport.claims.taken_part import TakenPart
+from transport.ring.batch_shape import Shape
+from transport.training.batch import Claimed
+from transport.training.payloads import Payloads
 
 LONG_S = 30.0
-# Claims as many as it is told to, says how many, and consumes what it holds when it is told to.
+# Takes as many as it is told to, says how many, and consumes what it holds when it is told to.
 TRAINER = """
 import sys
-from transport.queue import open_queue
-with open_queue(sys.argv[1]) as queue:
-    claims = []
-    while len(claims) < int(sys.argv[2]):
-        claims += queue.claim(int(sys.argv[2]) - len(claims), 30.0, consumer="child")
-    print(len(claims), flush=True)
+from found_rings import consume, some
+from transport import open_rings
+with open_rings(sys.argv[1]) as rings:
+    parts = some(rings, int(sys.argv[2]))
+    print(sum(map(len, parts)), flush=True)
     sys.stdin.readline()
-    print(len(queue.ack_many(claims)), flush=True)
+    print(sum(consume(parts)), flush=True)
 """
 
 
@@ -47,9 +49,7 @@ def fill(ring: SharedRingBuffer, count: int) -> None:
 
 def opened(prefix: str) -> FoundRings:
     """The rings of this host that belong to the prefix."""
-    queue = open_queue(f"rings:{prefix}")
-    assert isinstance(queue, FoundRings)
-    return queue
+    return open_rings(f"rings:{prefix}")
 
 
 class HereAndElsewhere(OnThisHost):
@@ -70,21 +70,52 @@ class HereAndElsewhere(OnThisHost):
 
 @contextlib.contextmanager
 def here_and_elsewhere() -> Iterator[tuple[SharedRingBuffer, SharedRingBuffer, FoundRings]]:
-    """A mapped ring, one that is asked over the network, and a queue of both."""
+    """A mapped ring, one that is asked over the network, and both together."""
     here, there = (f"{where}-{secrets.token_hex(4)}-" for where in ("here", "there"))
     with (
         SharedRingBuffer.create(prefix=here, slots=16, slot_bytes=4096) as mapped,
         ring_of(there, slots=16) as other,
-        FoundRings(HereAndElsewhere(here, there)) as queue,
+        FoundRings(HereAndElsewhere(here, there)) as rings,
     ):
-        yield mapped, other, queue
+        yield mapped, other, rings
 
 
-def some(queue: TicketQueue, n: int, **arguments: Any) -> list[Claim]:
-    """So many claims, however many calls it takes."""
-    claims: list[Claim] = []
-    while len(claims) < n:
-        came = queue.claim(n - len(claims), LONG_S, consumer="test", **arguments)
-        assert came, f"{len(claims)} of {n} came"
-        claims += came
-    return claims
+# --- what was taken ---------------------------------------------------------------------------------------
+def take(rings: FoundRings, n: int, timeout_s: float = 0.0, **arguments: Any) -> list[Claimed]:
+    """One call."""
+    return [*rings.take_parts(n, timeout_s, **{"consumer": "test", **arguments})]
+
+
+def some(rings: FoundRings, n: int, **arguments: Any) -> list[Claimed]:
+    """So many payloads, however many calls it takes."""
+    parts: list[Claimed] = []
+    while (left := n - sum(map(len, parts))) > 0:
+        came = take(rings, left, LONG_S, **arguments)
+        assert came, f"{n - left} of {n} came"
+        parts += came
+    return parts
+
+
+def seen(parts: Sequence[Claimed]) -> Payloads:
+    """What can be looked at."""
+    return Payloads(parts, None, Shape(), {})
+
+
+def contents(parts: Sequence[Claimed]) -> list[bytes]:
+    return [bytes(payload.data) for payload in seen(parts)]
+
+
+def names(parts: Sequence[Claimed]) -> list[str]:
+    return [payload.name for payload in seen(parts)]
+
+
+def consume(parts: Sequence[Claimed]) -> list[bool]:
+    """Which payloads count as consumed; asked again, the answer is the same. Those of mapped rings keep their slots."""
+    for part in parts:
+        if isinstance(part, TakenPart):
+            part.ask_to_consume()
+    return [
+        bool(each)
+        for part in parts
+        for each in (part.consumption().tolist() if isinstance(part, TakenPart) else part.finish(True))
+    ]

@@ -96,6 +96,21 @@ def eventually(condition: Callable[[], object], what: str = "") -> None:
         threading.Event().wait(0.005)
 
 
+def in_thread(call: Callable[[], object]) -> tuple[list[Any], threading.Thread]:
+    """Results of ``call`` in a thread that has begun."""
+    results: list[Any] = []
+    begun = threading.Event()
+
+    def work() -> None:
+        begun.set()
+        results.append(call())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    begun.wait()
+    return results, thread
+
+
 def asynchronous(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
     """Run a coroutine as a test, on uvloop, watching for tasks that it leaves behind."""
 

@@ -10,7 +10,7 @@ from found_rings import LONG_S
 from helpers import eventually
 
 from transport import Schema, UCXXClient
-from transport.claims.open import open_queue
+from transport.claims.open import open_rings
 from transport.claims.places import OnThisHost
 from transport.claims.rings import FoundRings
 from transport.runtime.loop_thread import LoopThread
@@ -36,7 +36,7 @@ def holding_of(
     consumer: str = "planner",
     lease_s: float | None = None,
 ) -> Iterator[Holding]:
-    """``rings``: a prefix of names, what `open_queue` takes, or an open queue. Nobody says that this process lives."""
+    """``rings``: a prefix of names, what `open_rings` takes, or an open queue. Nobody says that this process lives."""
     with contextlib.ExitStack() as stack:
         thread = LoopThread("holding")
         stack.callback(thread.close)
@@ -48,7 +48,7 @@ def holding_of(
 
         made = thread.run(client())
         if isinstance(rings, str):
-            rings = open_queue(rings) if ":" in rings else FoundRings(OnThisHost(rings), lease_s=lease_s)
+            rings = open_rings(rings) if ":" in rings else FoundRings(OnThisHost(rings), lease_s=lease_s)
             stack.callback(rings.close)
         stack.callback(rings.disconnect, made)
         holding = Holding(rings.connect(thread, made, schemas, contents=False), rank, consumer)

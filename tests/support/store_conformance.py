@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from queue_waits import in_thread
+from helpers import in_thread
 
 from transport.errors import ClosedError, StoreUnavailableError, UsageError
 from transport.store import ABSENT, Change, Entry, Store

@@ -25,11 +25,10 @@ with warnings.catch_warnings():
     import torch
     from torch.utils.data import DataLoader, get_worker_info
 
-from transport import BlockingClient, Schema, SharedRingBuffer, UCXXServer, UpTo
+from transport import BlockingClient, Schema, SharedRingBuffer, UCXXServer, UpTo, open_rings
 from transport._ring import segments
 from transport.adapters.torch import Sample, TicketDataset, TicketLoader
 from transport.errors import UsageError
-from transport.queue import open_queue
 
 SCHEMA = Schema.of(tokens=("int32", UpTo(64)), step=("int64",))
 
@@ -110,7 +109,7 @@ def main() -> None:
                 print("waiting", flush=True)
                 sys.stdin.read()
     found: dict[str, Any] = {}
-    with open_queue(url) as queue:
+    with open_rings(url) as queue:
         for number, (_, steps) in enumerate(loader):
             if number == 1:
                 loader.consume()

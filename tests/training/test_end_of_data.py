@@ -27,10 +27,10 @@ ROLLOUT = """
 import sys
 from transport import Rollout, Schema
 from transport.packer.options import ServerOptions
-from transport.queue import open_queue
+from transport import open_rings
 from transport.settings import Settings
 with (
-    open_queue(sys.argv[1]) as queue,
+    open_rings(sys.argv[1]) as queue,
     Rollout(
         Schema.of(number=("int64",)), rings=queue, drain_s=float(sys.argv[3]), settings=Settings(linger_s=1.0),
         server=ServerOptions(ports=(0,) * int(sys.argv[4]), addresses=("127.0.0.1",)),

@@ -11,9 +11,10 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from found_rings import take
 from helpers import Child, until
 
-from transport import BlockingClient, Schema, SharedRingBuffer
+from transport import BlockingClient, Schema, SharedRingBuffer, open_rings
 from transport.errors import (
     ClosedError,
     MemberFailedError,
@@ -22,7 +23,6 @@ from transport.errors import (
     UsageError,
     WeightsChecksumError,
 )
-from transport.queue import open_queue
 from transport.ring.attachment import remove_dead
 from transport.weights import Offers, ReferenceWorker, Taker, offer
 from transport.weights.offers import TOPIC
@@ -95,7 +95,7 @@ def test_a_version_that_was_replaced_or_is_damaged_is_missed(place: str, caplog:
     worker = ReferenceWorker("own")
     taker = Taker(worker)
     with (
-        open_queue(place) as queue,
+        open_rings(place) as queue,
         SharedRingBuffer.create(SCHEMA, slots=2, overflow="overwrite") as ring,
         BlockingClient(schemas=[SCHEMA], wire="mapped") as client,
     ):
@@ -129,7 +129,7 @@ def offered(place: str, wire: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     """With as few slots as for large versions."""
     monkeypatch.setattr("transport.weights.offers._SMALL_BYTES", 0)
     with (
-        open_queue(place) as queue,
+        open_rings(place) as queue,
         Offers(SCHEMA, queue) as offers,
         BlockingClient(schemas=[SCHEMA], wire=wire) as client,
     ):
@@ -151,7 +151,7 @@ def test_no_replica_holds_up_the_trainer_and_each_gets_the_newest(offered: Any) 
         worker = taker.worker
         assert isinstance(worker, ReferenceWorker)
         np.testing.assert_array_equal(worker.weights["a"], weights_of(19)["a"])
-    assert queue.claim(1, consumer="trainer") == []  # weights are no payloads
+    assert take(queue, 1) == []  # weights are no payloads
 
 
 @pytest.mark.parametrize("wire", ["tcp"])
@@ -164,14 +164,14 @@ def test_a_version_that_was_taken_over_a_wire_is_no_fault(offered: Any, capfd: p
 
 
 def test_weights_on_offer_are_no_run_to_read_from(place: str) -> None:
-    with open_queue(place) as queue, Offers(SCHEMA, queue) as offers, open_queue(f"{place}other-") as other:
+    with open_rings(place) as queue, Offers(SCHEMA, queue) as offers, open_rings(f"{place}other-") as other:
         offers.publish(weights_of(1), 1)
         assert "offers" not in str(other.why_nothing()).replace(place, "")
 
 
 def test_versions_on_offer_take_little_more_memory_than_four_of_them(place: str) -> None:
     for size in (1 << 20, 8 << 20):
-        with open_queue(place) as queue, Offers(Schema.of(w=("uint8", size)), queue) as offers:
+        with open_rings(place) as queue, Offers(Schema.of(w=("uint8", size)), queue) as offers:
             assert 4 * size <= offers._ring.slot_count * size <= max(4 * size, 16 << 20)
 
 
@@ -273,9 +273,9 @@ def test_a_wrong_call_leaves_the_version_on_offer(offered: Any) -> None:
 
 def test_a_trainer_that_begins_again_may_offer_smaller_versions(place: str) -> None:
     taker = Taker(ReferenceWorker("own"))
-    with BlockingClient(schemas=[SCHEMA], wire="mapped") as client, open_queue(place) as replica:
+    with BlockingClient(schemas=[SCHEMA], wire="mapped") as client, open_rings(place) as replica:
         for versions in ((100,), (1, 2)):
-            with open_queue(place) as queue, Offers(SCHEMA, queue) as offers:
+            with open_rings(place) as queue, Offers(SCHEMA, queue) as offers:
                 for version in versions:
                     offers.publish(weights_of(version), version)
                     assert taker.follow(replica, client)
@@ -286,11 +286,11 @@ TRAINER = """
 import sys
 import numpy as np
 from transport import Schema, ServerOptions
-from transport.queue import open_queue
+from transport import open_rings
 from transport.weights import Offers
 place, version = sys.argv[1], int(sys.argv[2])
 schema = Schema.of(a=("float32", 5), b=("float32", 3), none=("uint8", 0))
-with open_queue(place) as queue, Offers(schema, queue, server=ServerOptions(linger_s=0.1)) as offers:
+with open_rings(place) as queue, Offers(schema, queue, server=ServerOptions(linger_s=0.1)) as offers:
     while True:
         weights = {"a": np.full(5, version, np.float32), "b": np.zeros(3, np.float32), "none": np.empty(0, np.uint8)}
         offers.publish(weights, version)
@@ -302,7 +302,7 @@ with open_queue(place) as queue, Offers(schema, queue, server=ServerOptions(ling
 def test_a_replica_serves_on_when_the_trainer_is_killed_and_takes_what_its_successor_offers(place: str) -> None:
     worker = ReferenceWorker("own")
     taker = Taker(worker, 3)
-    with open_queue(place) as queue, BlockingClient(schemas=[SCHEMA], wire="mapped") as client:
+    with open_rings(place) as queue, BlockingClient(schemas=[SCHEMA], wire="mapped") as client:
         with Child(TRAINER, place, 4) as trainer:
             trainer.line()
             assert taker.follow(queue, client)

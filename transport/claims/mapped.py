@@ -8,10 +8,9 @@ import threading
 import time
 from collections.abc import Collection, Mapping, Sequence, Set
 from functools import lru_cache
-from typing import Any, Final
+from typing import Final
 
 from transport import _ring
-from transport.claims.batch import End, Verdict
 from transport.claims.places import Discovery, Gone, Observed, RingAddress
 from transport.claims.waiting import (
     Here,
@@ -24,12 +23,9 @@ from transport.claims.waiting import (
     schema_of,
     unread_of,
 )
-from transport.devices.buffers import BufferPool
 from transport.errors import ClosedError, RankError, RingNotFoundError, TransportError, UsageError
-from transport.queue.base import Claim, PayloadBytes
 from transport.ring.buffer import SharedRingBuffer, attached_reader
 from transport.ring.claiming import Seen, wait_for_payloads
-from transport.runtime.decoders import hiding
 from transport.runtime.logs import LogLimit
 from transport.schema import Schema
 from transport.ticket import NO_SCHEMA
@@ -38,38 +34,6 @@ log = logging.getLogger(__name__)
 
 _TRY_AGAIN_S: Final = 30.0  # after an attachment was refused
 Ranked = tuple[SharedRingBuffer, int]  # a ring, and the rank that claims from it
-_ENDINGS: Final = {Verdict.DISCARDED: "discarded", Verdict.DEAD: "dead", Verdict.AGED: "aged"}
-
-
-@hiding("data", "token", "source", "ring", "native")
-class MappedClaim(Claim, frozen=True, kw_only=True):
-    """A claim of a mapped ring. It goes back when nothing refers to it any more."""
-
-    source: RingsOfHost
-    ring: SharedRingBuffer
-    native: _ring.Claim
-
-    @property
-    def in_vain(self) -> int:
-        """How often the delivery was claimed in vain before."""
-        return self.native.in_vain
-
-    @property
-    def in_question(self) -> bool:
-        """Whether it may have been consumed: never, since the ring is at hand."""
-        return False
-
-    def renewed(self) -> bool:
-        """Whether it is held; says that its holder is alive."""
-        try:
-            self.ring.native.heard()
-            return self.native.held
-        except ClosedError:
-            return False
-
-    def payload_bytes(self) -> PayloadBytes | None:
-        """The payload; None: it is gone, or to be read by its ticket."""
-        return self.source.payload_bytes(self)
 
 
 class RingsOfHost:
@@ -80,7 +44,7 @@ class RingsOfHost:
         max_deliveries: claims in vain after which a delivery is dead.
 
     Attributes:
-        bell: ends waits of `claim`.
+        bell: ends waits of `take_parts`.
     """
 
     def __init__(self, places: Discovery, lease_s: float | None, max_deliveries: int) -> None:
@@ -95,7 +59,6 @@ class RingsOfHost:
         # Until when, and why; by name, and the schemas that were asked for. "": it has payloads of others.
         self._refused: dict[tuple[str, frozenset[str]], tuple[float, str]] = {}
         self._seen = Observed()
-        self._buffers = BufferPool()
         self._log_limit = LogLimit()
 
     def __repr__(self) -> str:
@@ -109,11 +72,6 @@ class RingsOfHost:
             self._leave_ended()
             self._own = {**self._own, ring.ring_id: ring}
             ring.set_lease(self._lease_s)
-
-    def remove(self, ring: SharedRingBuffer) -> None:
-        """Claim no more from a ring that was added."""
-        with self._lock:
-            self._own = {ring_id: each for ring_id, each in self._own.items() if each is not ring}
 
     def rings(self, schemas: frozenset[str]) -> list[SharedRingBuffer]:
         """To claim from: those with payloads of these schemas (none: of any)."""
@@ -332,31 +290,6 @@ class RingsOfHost:
             return {ring: place for ring, place in self._places.served(seen).items() if ring not in seen}
 
     # --- claiming -------------------------------------------------------------------------------------
-    def claim(
-        self,
-        rings: Sequence[Ranked],
-        n: int,
-        wait_s: float,
-        rung: int | None = None,
-        *,
-        consumer: str,
-        oldest_version: int | None,
-    ) -> list[Claim]:
-        """Up to ``n``, of each ring the oldest first. Of several rings each is first in turn.
-
-        Where there is none it looks once more, after ``wait_s`` or a moment, or as soon as there may be one, or when
-        `bell` has ``rung`` since.
-        """
-        claims = self._claimed(rings, n, consumer, oldest_version)
-        if claims or wait_s <= 0:
-            return claims
-        seen = self._events(rings)
-        claims = self._claimed(rings, n, consumer, oldest_version)  # what came before the events were read
-        if claims or not seen:
-            return claims
-        wait_for_payloads(seen, wait_s, None if rung is None else self.bell, rung or 0)
-        return self._claimed(rings, n, consumer, oldest_version)
-
     def _events(self, rings: Sequence[Ranked]) -> list[Seen]:
         """Return what to wait for: events of as many rings as the kernel waits for at a time, others in each turn."""
         begin = self._turn % len(rings) if len(rings) > _ring.MAX_WAITED else 0
@@ -365,44 +298,6 @@ class RingsOfHost:
             with contextlib.suppress(ClosedError):  # closed meanwhile, by another thread
                 seen.append((ring.native, ring.native.published_event(), rank))
         return seen
-
-    def _claimed(self, rings: Sequence[Ranked], n: int, consumer: str, oldest_version: int | None) -> list[Claim]:
-        claims: list[Claim] = []
-        self._turn += 1  # of no consequence if two threads read the same
-        for at in range(len(rings)):
-            if len(claims) == n:
-                break
-            ring, rank = rings[(self._turn + at) % len(rings)]
-            try:
-                taken = ring.native.claim(
-                    n - len(claims),
-                    0.0,
-                    rank=rank,
-                    oldest_version=oldest_version,
-                    most_attempts=self._max_deliveries,
-                    consumer=consumer,
-                )
-                claims += [self._claim(ring, each, consumer) for each in taken]
-            except ClosedError:  # meanwhile, by another thread
-                continue
-            except TransportError:
-                if not claims:
-                    raise  # else the next call meets it again: what was claimed is the caller's
-        return claims
-
-    def _claim(self, ring: SharedRingBuffer, native: _ring.Claim, consumer: str) -> MappedClaim:
-        name = f"{ring.ring_id}/{native.slot}/{native.generation}"
-        return MappedClaim(
-            name,
-            ring.native.note(native.slot, native.generation) or b"",  # consumed by ticket meanwhile: ack will be told
-            native.rank,
-            native.attempts,
-            f"{name} {native.rank} {native.attempts} {consumer}",
-            native.policy_version,
-            source=self,
-            ring=ring,
-            native=native,
-        )
 
     def take_parts(
         self,
@@ -413,7 +308,11 @@ class RingsOfHost:
         consumer: str,
         oldest_version: int | None,
     ) -> list[_ring.ClaimedBatch]:
-        """Claim up to ``n`` payloads, of each ring the oldest first, without an object for each; waits as `claim`."""
+        """Claim up to ``n`` payloads, of each ring the oldest first, without an object for each.
+
+        Of several rings each is first in turn. Where there is none it looks once more, after ``wait_s`` or a moment, or
+        as soon as there may be one, or when `bell` has ``rung`` since.
+        """
         parts = self._parts(rings, n, consumer, oldest_version)
         if parts or wait_s <= 0:
             return parts
@@ -464,27 +363,6 @@ class RingsOfHost:
                 with contextlib.suppress(ClosedError):
                     ring.native.heard()
 
-    def end(self, claims: Sequence[MappedClaim], end: End) -> list[Claim]:
-        """End claims so; those for which it was accepted, now or before."""
-        return [claim for claim in claims if _has_ended(claim.native, end)]
-
-    # --- payloads -------------------------------------------------------------------------------------
-    def payload_bytes(self, claim: MappedClaim) -> PayloadBytes | None:
-        """The payload of a claim: a view of its slot, or a copy where many views are out; None: it is gone."""
-        if not claim.data or claim.ring.native.closed:
-            return None
-        ring, native = claim.ring, claim.native
-        key = ring.key(native.slot, native.generation)
-        wanted = native.slot, native.generation, key, native.length, native.rank
-        data: Any = ring.native.begin_read(*wanted, ring.most_views)
-        if data is None:  # many views are out
-            loan = ring.native.begin_read(*wanted)
-            if isinstance(loan, int):
-                return None
-            data = self._buffers.take(native.length)
-            _ring.copy(data, loan)
-        return None if isinstance(data, int) else PayloadBytes("mapped", data)
-
     def close(self) -> None:
         """Leave every ring that was found; what is claimed of it can be claimed by others. Idempotent."""
         with self._lock:
@@ -493,17 +371,6 @@ class RingsOfHost:
             self._own = {}
             self._seen.close()
             self._places.close()
-
-
-def _has_ended(claim: _ring.Claim, end: End) -> bool:
-    try:
-        if end.verdict is Verdict.CONSUMED:
-            return claim.finish()
-        if end.verdict is Verdict.GIVEN_BACK:
-            return claim.give_back(end.delay_s)
-        return claim.end(_ENDINGS[end.verdict], end.reason, end.consumer)
-    except ClosedError:  # the claim has ended with its ring
-        return False
 
 
 @lru_cache(maxsize=64)

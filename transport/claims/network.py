@@ -10,14 +10,15 @@ import asyncio
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from collections.abc import Callable, Mapping
+from typing import Final, Literal
 
 import numpy as np
 
 from transport import _ring
 from transport.claims.batch import ClaimedRows, End, Positions, TakenBatch, Verdict
 from transport.claims.connection import ClaimConnection, ClaimConnections
+from transport.claims.deliveries import Failure, too_old
 from transport.claims.demands import Demands
 from transport.claims.places import RingAddress
 from transport.claims.taken_part import TakenPart
@@ -26,9 +27,7 @@ from transport.client.connections.links import Links
 from transport.config import configuration
 from transport.devices.buffers import BufferPool
 from transport.errors import ClosedError, TransportError
-from transport.queue.base import Claim, DeliveryState, Failure, PayloadBytes, too_old
 from transport.ring.consumers import consumers_of, rank_of
-from transport.runtime.decoders import hiding
 from transport.runtime.loop_thread import LoopThread, Waits
 
 _BATCHES: Final = 3  # that lie unused or are asked for: one is being looked at, one has come, one is on its way
@@ -37,51 +36,11 @@ MOST_FAILURES: Final = 256
 _COUNTED: Final = {
     Verdict.CONSUMED: ("done",),
     Verdict.GIVEN_BACK: ("retried",),
-    Verdict.DISCARDED: ("discarded",),
     Verdict.DEAD: ("dead", "retried"),
     Verdict.AGED: ("discarded", "aged"),
 }
 _IN_QUESTION: Final = int(Verdict.IN_QUESTION)
-_OF_A_CLAIM: Final = ["slot", "generation", "attempts", "policy_version"]
-_FAILED: Final = {
-    Verdict.DISCARDED: DeliveryState.DISCARDED,
-    Verdict.DEAD: DeliveryState.DEAD,
-    Verdict.AGED: DeliveryState.DISCARDED,
-}
-
-
-@hiding("data", "token", "source", "batch", "owned")
-class NetworkClaim(Claim, frozen=True, kw_only=True):
-    """A claim of a ring elsewhere. It goes back when nothing refers to it any more."""
-
-    source: NetworkSource
-    batch: TakenBatch
-    position: int  # in the batch's ``claims``
-    owned: _ring.OwnedClaims
-
-    @property
-    def in_vain(self) -> int:
-        """How often the delivery was claimed in vain before."""
-        return int(self.batch.claims.rows["in_vain"][self.position])
-
-    @property
-    def verdict(self) -> int:
-        """What became of it, as `Verdict` has it."""
-        return int(self.batch.claims.verdicts[self.position])
-
-    @property
-    def in_question(self) -> bool:
-        """Whether it may have been consumed: its ring is out of reach."""
-        return self.verdict == Verdict.IN_QUESTION
-
-    def renewed(self) -> bool:
-        """Whether it is held, as far as this side knows; the client's loop says that its holder is alive."""
-        return self.verdict == Verdict.OPEN and not self.batch.lost
-
-    def payload_bytes(self) -> PayloadBytes:
-        """The payload, which came with the claim."""
-        batch = self.batch
-        return PayloadBytes(batch.claims.connection.link.wire, batch.data(self.position - batch.first))
+_FAILED: Final[dict[Verdict, Literal["discarded", "dead"]]] = {Verdict.DEAD: "dead", Verdict.AGED: "discarded"}
 
 
 class _Rank:
@@ -140,7 +99,7 @@ class NetworkSource:
             return known
         with self._starting:
             if self._closed or (self._thread is not None and self._thread.closed):
-                raise ClosedError("the queue is closed, or the client whose connections it claims through")
+                raise ClosedError("the rings are closed, or the client whose connections it claims through")
             if self._thread is None:
                 self._thread = LoopThread("transport rings")
             return self._thread.run(self._started(rank, self._thread))
@@ -243,48 +202,6 @@ class NetworkSource:
                 n -= len(part)
         return parts
 
-    def claim(
-        self, n: int, wait_s: float, *, rank: int | str, consumer: str, oldest_version: int | None
-    ) -> list[Claim]:
-        """Up to ``n`` of what has come, the first that came first."""
-        of = self._rank(rank)
-        if not of.came:
-            of.arrived.wait(lambda: of.came or self._closed, wait_s)
-        claims: list[Claim] = []
-        while len(claims) < n and (batch := _next(of.came)) is not None:
-            if len(batch) > n - len(claims):
-                batch, rest = batch.divided(n - len(claims))
-                of.came.appendleft(rest)
-            made = self._claims_of(batch, consumer)
-            aged = [each for each in made if _is_older(each.policy_version, oldest_version)]
-            self._in_use(of, batch)
-            for each in aged:  # asked for when an older policy would do
-                reason = too_old(each.policy_version or 0, oldest_version or 0)
-                self.end([each], End(Verdict.AGED, reason, consumer))
-            claims += [each for each in made if each not in aged] if aged else made
-        return claims
-
-    def _claims_of(self, batch: TakenBatch, consumer: str) -> list[NetworkClaim]:
-        made = []
-        rank = batch.claims.rank
-        for at, (slot, generation, attempts, version) in enumerate(batch.rows[_OF_A_CLAIM].tolist()):
-            name = f"{batch.ring}/{slot}/{generation}"
-            made.append(
-                NetworkClaim(
-                    name,
-                    bytes(batch.note(at)),
-                    rank,
-                    attempts,
-                    f"{name} {rank} {attempts} {consumer}",
-                    None if version == _ring.NO_VERSION else version,
-                    source=self,
-                    batch=batch,
-                    position=batch.first + at,
-                    owned=batch.owned.take(1),
-                )
-            )
-        return made
-
     def _in_use(self, of: _Rank, batch: TakenBatch) -> None:
         """The batch is in the hands of a caller. The loop gets no reference to it: one that is dropped goes back."""
         self._soon(self._given, of, batch.claims, batch.positions)
@@ -334,21 +251,7 @@ class NetworkSource:
         """The ring that was met at an address; "": none."""
         return "" if self._claims is None else self._claims.routes.ring_at((place.addresses[0], place.ports[0]))
 
-    # --- the ends of claims ---------------------------------------------------------------------------
-    def end(self, claims: Sequence[NetworkClaim], end: End) -> list[Claim]:
-        """End claims so; those for which it was accepted, now or before."""
-        groups: dict[ClaimedRows, list[int]] = {}
-        for claim in claims:
-            if claim.verdict <= _IN_QUESTION:
-                groups.setdefault(claim.batch.claims, []).append(claim.position)
-        if groups and self._thread is not None and not self._thread.closed:  # else every connection is closed as well
-            self._thread.run(_end_all(groups, end))
-        accepted: list[Claim] = [claim for claim in claims if claim.verdict == end.verdict]
-        for claim in claims:
-            if claim.verdict >= _IN_QUESTION:
-                claim.owned.settled()
-        return accepted
-
+    # --- counts ---------------------------------------------------------------------------------------
     def _settled(self, claims: ClaimedRows, positions: Positions, end: End) -> None:
         """Count claims whose verdict has come; those in question count as claimed until then. On the loop."""
         given, verdicts = claims.given[positions], claims.verdicts[positions]
@@ -409,10 +312,6 @@ def summed(counts: Mapping[tuple[str, int, str], int], rank: int | None, but: se
     return sums
 
 
-async def _end_all(groups: Mapping[ClaimedRows, list[int]], end: End) -> None:
-    await asyncio.gather(*(claims.end(np.asarray(positions, np.intp), end) for claims, positions in groups.items()))
-
-
 def _rest(of: _Rank) -> None:
     of.wanted = None
     of.demands.want(0, 1, None)
@@ -428,10 +327,6 @@ def _next(came: deque[TakenBatch]) -> TakenBatch | None:
     except IndexError:
         return None
     return batch
-
-
-def _is_older(version: int | None, oldest_version: int | None) -> bool:
-    return version is not None and oldest_version is not None and version < oldest_version
 
 
 def _knows(connection: ClaimConnection, rank: int | str) -> bool:

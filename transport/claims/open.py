@@ -15,11 +15,11 @@ _FORMS = "give rings:NAME for rings of this host, rings://host:port,host:port or
 _STORES = ("redis", "rediss", "sqlite")
 
 
-def open_queue(text: str) -> FoundRings:
+def open_rings(text: str) -> FoundRings:
     """Open the rings that a text names.
 
     ``rings:NAME`` are the rings of this host that belong to NAME: it ends with a separator (- @ . _ =), or one follows
-    it, so that "job1" has not those of "job10" ("rings:": those of rollout workers that were given no queue).
+    it, so that "job1" has not those of "job10" ("rings:": those of rollout workers that were given no rings).
     ``rings://host:port,host:port`` is what is served at these addresses, and ``rings+URL`` what servers have published
     in the directory of a store (``rings+redis://host:port/db?run=name``, ``rings+sqlite:///path``).
 

@@ -1,4 +1,4 @@
-"""The rings of a run as its queue: those that a process gives, or those that are found by name, address or directory.
+"""The rings of a run: those that a process gives, or those that are found by name, address or directory.
 
     this host    attached and claimed from (mapped.py); the payload is a view of its slot
     elsewhere    a demand waits at the listener (network.py); the payload comes with its claim
@@ -6,19 +6,19 @@
 There is no second ledger beside the slots:
 
 * A payload that a writer publishes in its ring is published.
-* A claim is an object that owns its delivery. When nothing refers to it any more the payload goes back. It lasts while
-  its holder lives and is heard: the attachment that claimed, or the connection. Any call is a sign of life, and so is
-  what a client's loop sends by itself; the holder says with ``lease_s`` after how much silence its claims end.
+* A part owns the claims of its payloads. When nothing refers to it any more they go back. Claims last while their
+  holder lives and is heard: the attachment that claimed, or the connection. Any call is a sign of life, and so is what
+  a client's loop sends by itself; the holder says with ``lease_s`` after how much silence its claims end.
 * A payload that was claimed for the last time in vain is dead when the next one asks for it.
 * What ended is remembered as counts, and as the last failures of each ring.
 * Rings end with their host, and with them what they held.
 * A writer says the end of its data in the header of its ring (`SharedRingBuffer.end_data`). Who maps the ring looks
   there (mapped.py), who asks a listener is answered so (demands.py), who comes later has it from the directory.
-* A waiting `claim` sleeps on the event words of the rings that are mapped here, which `publish` advances
+* A waiting `take_parts` sleeps on the event words of the rings that are mapped here, which `publish` advances
   (`Ring.wait_any`, native/ring/futex_any.hpp). For rings elsewhere a thread of the listener sleeps on the word
   (native/ucp/publish_watch.hpp); the answer to the demand rings a bell that ends the same wait.
 
-What a trainer has of rings elsewhere beyond its claims, or has asked for, is at most three times what it claims at a
+What a trainer has of rings elsewhere beyond its batches, or has asked for, is at most three times what it takes at a
 time, and one payload for each ring beside; of large payloads three times what one answer brings.
 """
 
@@ -28,37 +28,28 @@ import contextlib
 import copy
 import itertools
 import logging
+import math
 import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self
 
 from transport import _ring
-from transport.claims.batch import CONSUME, End, Verdict
+from transport.claims.deliveries import MAX_DELIVERIES, Failure, QueueDepth
 from transport.claims.looks import depth_of, failures_of
-from transport.claims.mapped import MappedClaim, Ranked, RingsOfHost
-from transport.claims.network import MOST_FAILURES, NetworkClaim, NetworkSource, summed
+from transport.claims.mapped import Ranked, RingsOfHost
+from transport.claims.network import MOST_FAILURES, NetworkSource, summed
+from transport.claims.notices import FirstAnnouncements, NoNotices, Notice, Notices, RingNotices, StoreNotices
 from transport.claims.places import UNNAMED, Discovery, OnThisHost, RingAddress, starts_of
 from transport.claims.taken_part import TakenPart
 from transport.claims.waiting import Holder, Known, Reason, Waiting, crowded, few, own_fault, reason
-from transport.config import configuration
+from transport.config import configuration, lease_or_configured
 from transport.errors import ClosedError, OpenFilesError, SchemaError, TransportError, UsageError
-from transport.queue import arguments
-from transport.queue.base import (
-    MAX_DELIVERIES,
-    Carrier,
-    Claim,
-    Failure,
-    FirstAnnouncements,
-    Notice,
-    PayloadBytes,
-    QueueDepth,
-    TicketQueue,
-)
-from transport.queue.notices import NoNotices, Notices, RingNotices, StoreNotices
 from transport.ring.buffer import SharedRingBuffer
+from transport.runtime.arguments import at_least, number, number_or_none, seconds
 from transport.runtime.logs import LOOK_S, SAY_AGAIN_S, LogLimit
 from transport.runtime.loop_thread import gone
 from transport.store.base import Store
@@ -66,29 +57,37 @@ from transport.store.base import Store
 if TYPE_CHECKING:
     from transport.runtime.loop_thread import LoopThread
     from transport.schema import Schema
+    from transport.wires import Wire
 
 log = logging.getLogger(__name__)
 
 _LOOK_S: Final = 0.1  # how often rings are looked for while something waits
 _SLICE_S: Final = 0.1  # longest wait without a look for what has no wake-up
 
-RingClaim = MappedClaim | NetworkClaim
+
+class Client(Protocol):
+    """What rings use of a trainer's client (`UCXXClient`)."""
+
+    why_nothing: Callable[[], str]  # the rings say it, for `transport top`
+
+    @property
+    def claims(self) -> Any: ...
+
+    def allows(self, wire: Wire) -> bool: ...
+
+    def uses_network(self) -> bool: ...
 
 
-def _consumer(claim: Claim) -> str:
-    """The name that the claimant gave, which stands last in the tokens of rings."""
-    return claim.token.split(" ", 3)[-1]
+class FoundRings:
+    """The rings of a run. `open_rings` makes one. All methods are thread-safe and block, so call them from threads and
+    not from an event loop; all raise ClosedError after `close`.
 
-
-class FoundRings(TicketQueue):
-    """The rings of a run as its queue. `open_queue` makes one; thread-safe, and blocking as every queue.
-
-    Several trainers of a process may use one: `connect` gives each a queue of its own, with its client's connections,
-    over the same attachments.
+    Several trainers of a process may use one: `connect` gives each its own, with its client's connections, over the
+    same attachments.
 
     Args:
-        places: where the rings are; closed with the queue.
-        store: for notices, of the directory; closed with the queue.
+        places: where the rings are; closed with this object.
+        store: for notices, of the directory; closed with this object.
         lease_s: after how much silence of this process its claims of mapped rings end; None: as configured. Claims over
             the network have the ``claim_lease_s`` of their client.
         max_deliveries: claims in vain after which a delivery is dead.
@@ -109,7 +108,7 @@ class FoundRings(TicketQueue):
         if not 1 <= max_deliveries <= _ring.MAX_ATTEMPTS:
             raise UsageError(f"max_deliveries={max_deliveries}; 1 to {_ring.MAX_ATTEMPTS} are counted")
         self.places: Discovery = OnThisHost() if places is None else places
-        self.lease_s = arguments.lease(lease_s)
+        self.lease_s = _lease(lease_s)
         self._store = store
         self._announced = FirstAnnouncements()
         self._notices: Notices = NoNotices()
@@ -122,14 +121,14 @@ class FoundRings(TicketQueue):
         self._closed = threading.Event()
         self._process = os.getpid()
         # Of each user, with payloads and without; the one without a client is this one's:
-        self._networks: dict[tuple[Carrier | None, bool], NetworkSource] = {}
+        self._networks: dict[tuple[Client | None, bool], NetworkSource] = {}
         # Of users that have left:
         self._past: Counter[tuple[str, int, str]] = Counter()
         self._past_failures: deque[Failure] = deque(maxlen=MOST_FAILURES)
         # Of this user:
         wires = configuration().wires
         self._maps = not wires or "mapped" in wires
-        self._carries = not wires or set(wires) != {"mapped"}
+        self._uses_network = not wires or set(wires) != {"mapped"}
         self.incomplete: Callable[[], Mapping[str, int]] = dict
         self._schemas: frozenset[str] = frozenset()
         self._wanted: Sequence[Schema] = ()
@@ -162,18 +161,21 @@ class FoundRings(TicketQueue):
 
     # --- who uses it ----------------------------------------------------------------------------------
     def hand_out(self, ring: SharedRingBuffer) -> None:
-        """A writer of this process: the payloads of its ring are this queue's, too. The ring stays its own."""
+        """Add the ring of a writer of this process, which stays the writer's own."""
         self._here.add(ring)
 
     def connect(
-        self, thread: LoopThread, client: Carrier, schemas: Sequence[Schema], *, contents: bool = True
+        self, thread: LoopThread, client: Client, schemas: Sequence[Schema], *, contents: bool = True
     ) -> FoundRings:
-        """See `TicketQueue.connect`: payloads from elsewhere come through this client; only claims without contents."""
+        """Return the rings as a trainer uses them that has this client, and payloads of these schemas.
+
+        Payloads from elsewhere come through the client; without ``contents`` their claims alone.
+        """
         self._check_open()
         own = copy.copy(self)
         own._schemas = frozenset(schema.fingerprint for schema in schemas)
         own._wanted = schemas
-        own._maps, own._carries = client.allows("mapped"), client.carries()
+        own._maps, own._uses_network = client.allows("mapped"), client.uses_network()
         own._network = self._networks[client, contents] = NetworkSource(
             own._served, self._max_deliveries, self._here.bell.ring, thread, client.claims, contents
         )
@@ -182,11 +184,12 @@ class FoundRings(TicketQueue):
             own.says_why(client)
         return own
 
-    def says_why(self, client: Carrier) -> None:
+    def says_why(self, client: Client) -> None:
         """Have the client's status say why nothing comes to this user."""
         client.why_nothing = self._waiting.text
 
-    def disconnect(self, client: Carrier) -> None:
+    def disconnect(self, client: Client) -> None:
+        """Give up what was claimed through this client, which is closed from now on."""
         for key in [key for key in list(self._networks) if key[0] is client]:
             network = self._networks[key]
             network.close()
@@ -197,74 +200,18 @@ class FoundRings(TicketQueue):
     def _served(self) -> Mapping[str, RingAddress]:
         return self._here.served(self._schemas, mapped=self._maps)
 
-    # --- claim ------------------------------------------------------------------------------------------
-    def claim(
-        self, n: int, timeout_s: float = 0.0, *, rank: int | str = 0, consumer: str, oldest_version: int | None = None
-    ) -> list[Claim]:
-        """See `TicketQueue.claim`. Of each ring the oldest come first."""
-        n, timeout_s, rank, oldest_version = arguments.claimed(n, timeout_s, rank, oldest_version)
-        give_up = time.monotonic() + timeout_s
-        while True:
-            here = self._follow(rank, n, oldest_version)
-            slice_s = max(0.0, min(give_up - time.monotonic(), _SLICE_S))
-            claims: list[Claim] = []
-            try:
-                self._claim(claims, n, slice_s, here, rank=rank, consumer=consumer, oldest_version=oldest_version)
-            except TransportError:
-                if not claims:
-                    raise  # else the next call meets it again: what was claimed is the caller's
-            if claims:
-                self._waiting.came()
-                return claims
-            if self._waited(rank, give_up, here):
-                return claims
-            if not here and not self._elsewhere:
-                self._closed.wait(slice_s)
-
-    def _claim(
-        self,
-        claims: list[Claim],
-        n: int,
-        wait_s: float,
-        here: Sequence[Ranked],
-        *,
-        rank: int | str,
-        consumer: str,
-        oldest_version: int | None,
-    ) -> None:
-        """One round: ``claims`` grows with each half, so that an error in the second one loses nothing of the first."""
-        rung = self._here.bell.rung if here and self._elsewhere else None
-
-        def of_this_host(wait_s: float) -> None:
-            nonlocal claims
-            claims += self._here.claim(
-                here,
-                n - len(claims),
-                wait_s,
-                rung,
-                consumer=consumer,
-                oldest_version=oldest_version,
-            )
-
-        if here and self._elsewhere and next(self._turns) % 2:
-            of_this_host(0.0)
-        if self._elsewhere and len(claims) < n:
-            claims += self._network.claim(
-                n - len(claims),
-                0.0 if here else wait_s,
-                rank=rank,
-                consumer=consumer,
-                oldest_version=oldest_version,
-            )
-        if here and len(claims) < n:
-            of_this_host(0.0 if claims else wait_s)
-
+    # --- taking -----------------------------------------------------------------------------------------
     def take_parts(
         self, n: int, timeout_s: float = 0.0, *, rank: int | str = 0, consumer: str, oldest_version: int | None = None
     ) -> list[_ring.ClaimedBatch | TakenPart]:
-        """Take up to ``n`` payloads, mapped ones and those from elsewhere; waits ``timeout_s`` for the first.
+        """Take up to ``n`` payloads, of each ring the oldest first; waits ``timeout_s`` for the first.
 
-        Raises what keeps this process itself from every ring, when the time is over.
+        ``rank`` may be the name that a ring has for a consumer; ``consumer`` names the claimant in reports. What is of
+        an older policy than ``oldest_version`` is discarded instead, with that reason, and counted as ``aged``; what
+        was written without a version is never too old.
+
+        Raises what keeps this process itself from every ring, when the time is over; RankError where all rings are here
+        and none has the consumer of this name.
         """
         give_up = 0.0
         while True:
@@ -337,7 +284,7 @@ class FoundRings(TicketQueue):
         return True
 
     def why_nothing(self, rank: int | str | None = None) -> Reason | None:
-        """Why this queue has nothing to claim at the moment; None: its rings are there, and their turn is next."""
+        """Why there is nothing to claim at the moment; None: its rings are there, and their turn is next."""
         return reason(self._known(rank))
 
     def slots(self) -> dict[str, int]:
@@ -353,11 +300,18 @@ class FoundRings(TicketQueue):
         return crowded(self.incomplete(), self.slots(), share)
 
     def finished(self, expected_rollouts: int | None = None) -> bool:
-        """See `TicketQueue.finished`. At addresses the ring that each of them served last is expected to end.
+        """Return True when no payload comes any more: every rollout has closed cleanly, and every payload is done.
+
+        Ask when a `take_parts` has brought nothing. At addresses the ring that each of them served last is expected to
+        end.
 
         A killed rollout has not ended: another one is expected in its place. Without addresses or ``expected_rollouts``
         its ring keeps this False, unless a rollout of the same name ends on this host. The ends of an earlier start of
         a job with the same directory count as those of its own: where no others are known, a warning says so.
+
+        Args:
+            expected_rollouts: how many have to end; None: all of those, at least one, that this process has seen; 0:
+                none has to, but none that this process has seen goes on.
         """
         self._check_open()
         ended, living = self._ends(mapped=self._maps)
@@ -377,7 +331,7 @@ class FoundRings(TicketQueue):
         """
         self._check_open()
         ended, living = self._ends(mapped=self._maps)
-        written = self._network.written() if self._carries else set()
+        written = self._network.written() if self._uses_network else set()
         if self._maps:
             written |= self._here.written(self._schemas, held)
         if living - written:
@@ -387,7 +341,7 @@ class FoundRings(TicketQueue):
     @property
     def _at_addresses(self) -> list[RingAddress]:
         """Places where whatever is served belongs to the run."""
-        return [place for place in self._served().values() if not place.ring] if self._carries else []
+        return [place for place in self._served().values() if not place.ring] if self._uses_network else []
 
     def _are_all(self, ended: Mapping[str, bool], expected_rollouts: int | None) -> bool:
         """Whether those that have said their end are all rollouts of the run."""
@@ -397,7 +351,7 @@ class FoundRings(TicketQueue):
         return said >= expected_rollouts if expected_rollouts is not None else 0 < said == len(ended)
 
     def _say_missed(self, ended: Mapping[str, bool]) -> None:
-        """Warn where every ring had ended before this queue first looked: the next start of a job looks the same."""
+        """Warn where every ring had ended before this process first looked: the next start of a job looks the same."""
         before = self.places.ended_before()
         if ended and ended.keys() <= before.keys() and self._missed.due() is not None:
             log.warning(
@@ -412,7 +366,7 @@ class FoundRings(TicketQueue):
     def _ends(self, *, mapped: bool) -> tuple[dict[str, bool], set[str]]:
         """Of rings that are gone, or ``mapped`` and done, whether each has said its end; and the others."""
         ended, living, replaced = self._here.ended(self._schemas, mapped=mapped)
-        if self._carries:
+        if self._uses_network:
             there, waiting = self._network.ended()
             ended |= {ring: said or ended.get(ring, False) for ring, said in there.items()}
             served = {place.ring for place in self._served().values() if place.ring}
@@ -422,16 +376,17 @@ class FoundRings(TicketQueue):
         return {ring: said for ring, said in ended.items() if said or ring not in replaced}, living
 
     def has_met_rings(self) -> bool:
-        """Whether this queue has had a ring, which may be there, have ended, or have been killed."""
+        """Whether a ring was met, which may be there, have ended, or have been killed."""
         self._check_open()
         ended, living, _ = self._here.ended(self._schemas, mapped=self._maps)
-        return bool(ended or living or (self._carries and any(self._network.ended())))
+        return bool(ended or living or (self._uses_network and any(self._network.ended())))
 
     def holders(self) -> list[Holder]:
         """Who holds claims of the rings on this host."""
         return list(self._known(None).holders)
 
     def reasons(self) -> Mapping[str, int]:
+        """Return how often a look, every few seconds without a payload, found why none comes."""
         return {why.value: count for why, count in self._waiting.counts.items()}
 
     def _known(self, rank: int | str | None) -> Known:
@@ -465,45 +420,6 @@ class FoundRings(TicketQueue):
             crowded=self.crowded(),
         )
 
-    # --- the ends of claims ---------------------------------------------------------------------------
-    def _end(self, claims: Iterable[Claim], end: End) -> list[Claim]:
-        self._check_open()
-        by_source: dict[RingsOfHost | NetworkSource, list[RingClaim]] = {}
-        listed = list(claims)
-        for claim in listed:
-            if isinstance(claim, RingClaim):
-                by_source.setdefault(claim.source, []).append(claim)
-        ended = {id(each) for source, group in by_source.items() for each in source.end(group, end)}  # type: ignore[arg-type]
-        return [claim for claim in listed if id(claim) in ended]
-
-    def ack_many(self, claims: Sequence[Claim]) -> list[Claim]:
-        return self._end(arguments.held(claims, "ack"), CONSUME)
-
-    def retry_many(self, claims: Sequence[Claim], delay_s: float = 0.0, reason: str = "") -> list[Claim]:
-        listed, delay_s = arguments.held(claims, "retry"), arguments.delayed(delay_s, "retry")
-        by_end: dict[End, list[Claim]] = {}
-        for claim in listed:
-            last = isinstance(claim, RingClaim) and claim.in_vain + 1 >= self._max_deliveries
-            end = End(Verdict.DEAD if last else Verdict.GIVEN_BACK, reason, _consumer(claim), delay_s)
-            by_end.setdefault(end, []).append(claim)
-        return [claim for end, group in by_end.items() for claim in self._end(group, end)]
-
-    def discard(self, claim: Claim, reason: str) -> bool:
-        """See `TicketQueue.discard`. A ring elsewhere records the reason, too."""
-        return bool(self._end([claim], End(Verdict.DISCARDED, reason, _consumer(claim))))
-
-    def renew(self, claims: Sequence[Claim]) -> list[Claim]:
-        self._check_open()
-        listed = arguments.held(claims, "renew")
-        return [each for each in listed if isinstance(each, RingClaim) and each.renewed()]
-
-    def in_question(self, claims: Sequence[Claim]) -> list[Claim]:
-        listed = arguments.held(claims, "in_question")
-        return [each for each in listed if isinstance(each, RingClaim) and each.in_question]
-
-    def payload_bytes(self, claim: Claim) -> PayloadBytes | None:
-        return claim.payload_bytes() if isinstance(claim, RingClaim) else None
-
     # --- following ------------------------------------------------------------------------------------
     def _follow(self, rank: int | str, n: int, oldest_version: int | None) -> list[Ranked]:
         """Return the rings here. If there are any elsewhere, they have demands from here on.
@@ -515,7 +431,7 @@ class FoundRings(TicketQueue):
         if now >= self._look_at:
             if self._maps:
                 self._here.look(self._schemas)
-            self._elsewhere = self._carries and bool(self._served())
+            self._elsewhere = self._uses_network and bool(self._served())
             if self.places.prefix == UNNAMED:
                 self._say_mixed()
             left_out = self._left_out()
@@ -547,16 +463,16 @@ class FoundRings(TicketQueue):
     def _left_out(self) -> dict[str, str]:
         """Return a sentence for each ring of this host that is not mapped, and not asked either, by its segment."""
         unmapped = {**self.places.unseen(), **(self._here.unmapped(self._schemas) if self._maps else {})}
-        if unmapped and self._carries:
+        if unmapped and self._uses_network:
             for place in self._served().values():
                 unmapped.pop(place.segment or "", None)
         return {name: f"ring {name} is not reached: {why}" for name, why in unmapped.items()}
 
     # --- looking --------------------------------------------------------------------------------------
     def depth(self, rank: int | None = None) -> QueueDepth:
-        """See `TicketQueue.depth`, of the rings on this host; of others what this process has claimed."""
+        """Return counts of one rank, or of all, of the rings on this host; of others what this process has claimed."""
         self._check_open()
-        rank = arguments.number_or_none(rank, "rank of depth()")
+        rank = number_or_none(rank, "rank of depth()")
         seen = self._here.seen()
         but = {ring.ring_id for ring in seen}
         past = self._here.past()
@@ -568,9 +484,12 @@ class FoundRings(TicketQueue):
         return depth_of(seen, rank, counts)
 
     def failures(self, limit: int = 100) -> list[Failure]:
-        """See `TicketQueue.failures`: what rings on this host remember, and what this process discarded elsewhere."""
+        """Return the last deliveries that were discarded or died, the latest published first.
+
+        Rings on this host remember theirs; of others it is what this process discarded.
+        """
         self._check_open()
-        limit = arguments.most(limit, "limit of failures()")
+        limit = at_least(0, number(limit, "limit of failures()"), "limit of failures()")
         found = failures_of(self._here.seen(), limit)
         known = {(failure.ticket_id, failure.rank) for failure in found}
         logs = [*(network.failures for network in list(self._networks.values())), self._past_failures]
@@ -589,16 +508,21 @@ class FoundRings(TicketQueue):
 
     # --- notices --------------------------------------------------------------------------------------
     def announce(self, topic: str, version: int, payload: bytes = b"") -> bool:
-        """See `TicketQueue.announce`. On one host the notice ends with the last process that announced on its topic."""
+        """Replace the topic's notice, unless it has this version or a later one: then False.
+
+        On one host the notice ends with the last process that announced on its topic.
+        """
         self._check_open()
-        version = arguments.number(version, "version of announce()")
+        version = number(version, "version of announce()")
         accepted = self._notices.announce(topic, version, payload)
         return self._announced.answer(topic, version, accepted, lambda: self.latest(topic, version))
 
     def latest(self, topic: str, newer_than: int | None = None, timeout_s: float = 0.0) -> Notice | None:
+        """Return the topic's notice if later than ``newer_than``; waits for one up to ``timeout_s``."""
         self._check_open()
-        newer_than, timeout_s = arguments.waited_for(newer_than, timeout_s)
-        notice = self._notices.latest(topic, newer_than, timeout_s, self._closed)
+        seconds(timeout_s, "timeout_s of latest()")
+        newer_than = number_or_none(newer_than, "newer_than of latest()")
+        notice = self._notices.latest(topic, newer_than, float(timeout_s), self._closed)
         self._check_open()
         return notice
 
@@ -617,6 +541,23 @@ class FoundRings(TicketQueue):
 
     def _check_open(self) -> None:
         if gone(self._process):
-            raise ClosedError("a forked child does not have its parent's claims; open the queue in the child")
+            raise ClosedError("a forked child does not have its parent's claims; open the rings in the child")
         if self._closed.is_set():
-            raise ClosedError("the queue is closed")
+            raise ClosedError("these rings are closed")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _lease(lease_s: float | None) -> float:
+    """Return how long claims last: what the caller gave, else what the operator configured."""
+    chosen = lease_or_configured(lease_s)
+    seconds(chosen, "lease_s")
+    if not 0 < chosen < math.inf:
+        raise UsageError(f"lease_s={chosen}; give a number of seconds above 0, with an end")
+    return float(chosen)

@@ -223,7 +223,7 @@ def reason(known: Known) -> Reason | None:
         return Reason(Why.UNREACHABLE, f"no ring of {known.places} can be reached: {few('; ', each)}")
     there = (
         f". This host has rings of other runs ({few(', ', known.others)}): to read one of these, set the same run "
-        "(TRANSPORT_RUN) for rollouts and trainers, or open_queue it"
+        "(TRANSPORT_RUN) for rollouts and trainers, or give rings= that text"
         if known.others
         else ""
     )
@@ -380,6 +380,6 @@ def schema_of(encoded: bytes) -> Schema | None:
 
 
 def run_of(segment: str) -> str:
-    """Where the ring of this name is found, as a URL of `open_queue`; "": its name is no run's."""
+    """Where the ring of this name is found, as a URL of `open_rings`; "": its name is no run's."""
     found = _OF_A_RUN.fullmatch(segment)
     return f"rings:{found[1]}" if found else ""

@@ -13,9 +13,9 @@ from transport.errors import RingNotFoundError, UsageError
 from transport.storage.urls import SQLiteURL, has_scheme, parse_url
 
 if TYPE_CHECKING:
+    from transport.claims.deliveries import Failure, QueueDepth
     from transport.claims.rings import FoundRings
     from transport.claims.waiting import Holder
-    from transport.queue.base import Failure, QueueDepth
 
 EXAMPLE = "Example: transport queue rings+redis://node7:6379/0?run=train"
 
@@ -48,7 +48,7 @@ def queue(
     json_target: JsonTarget = None,
 ) -> None:
     """Show the depth of a run's rings, and the payloads that were discarded or died, with reasons."""
-    from transport.claims.open import open_queue
+    from transport.claims.open import open_rings
     from transport.claims.places import OnThisHost
     from transport.ring.attachment import file_of
     from transport.runtime.progress import slow
@@ -61,7 +61,7 @@ def queue(
         match parse_url(url.removeprefix("rings+")):  # opening the directory would make the file
             case SQLiteURL(path) if not path.exists():
                 raise UsageError(f"{path} does not exist: give the path that rollouts and trainers use")
-    with slow("asking the rings"), open_queue(url) as rings:
+    with slow("asking the rings"), open_rings(url) as rings:
         if isinstance(rings.places, OnThisHost):
             _check_readable(rings)
         places = rings.not_counted()
@@ -108,7 +108,7 @@ def _text(report: Report) -> str:
     for each in report.failures:
         by = f" by {each.consumer}" if each.consumer else ""
         tries = count(each.attempts, "claim")
-        lines.append(f"{each.state.value:9} {each.ticket_id} rank {each.rank}, {tries}{by}: {each.reason}")
+        lines.append(f"{each.state:9} {each.ticket_id} rank {each.rank}, {tries}{by}: {each.reason}")
     if depth.discarded + depth.dead > len(report.failures):
         lines.append("older failures are not listed; raise --limit, up to what the rings remember")
     return "\n".join(lines)

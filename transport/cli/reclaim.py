@@ -112,9 +112,9 @@ def reclaim(
 
 def _named(name: str) -> list[str]:
     """Return the segments that an argument means; of a run, its notices as well."""
+    from transport.claims.notices import notices_here
     from transport.claims.places import OnThisHost
     from transport.observe import overview
-    from transport.queue.notices import notices_here
 
     if not name.startswith("rings:"):
         return overview.named([name])

@@ -115,12 +115,12 @@ def _lines(saved: Saved) -> str:
 
 def _served(saved: Saved, url: str, stack: contextlib.ExitStack) -> tuple[list[Rollout], int]:
     """A rollout for each schema and number of ranks, with its payloads; how many had expired."""
-    from transport.claims.open import open_queue
+    from transport.claims.open import open_rings
     from transport.packer.options import RingOptions
     from transport.packer.rollout import Rollout
     from transport.ring.consumers import consumers_of
 
-    queue = stack.enter_context(open_queue(url))
+    queue = stack.enter_context(open_rings(url))
     groups: dict[tuple[str, str, int], list[SavedPayload]] = {}
     for each in saved.payloads:
         groups.setdefault((each.ring.fingerprint, each.ring.consumers, each.ticket.readers), []).append(each)

@@ -74,14 +74,14 @@ def _looked(queue: str, step: int, run: str | None, part: tuple[int, int]) -> Ma
     """What a snapshot would have, without its files."""
     import time
 
-    from transport.claims.open import open_queue
+    from transport.claims.open import open_rings
     from transport.ring.buffer import SharedRingBuffer
     from transport.snapshots import Manifest
     from transport.snapshots.listing import run_of
     from transport.snapshots.taking import missing, part_of, require_in_memory
 
     rings = []
-    with open_queue(queue) as found:
+    with open_rings(queue) as found:
         for segment in found.segments_here():
             with SharedRingBuffer.attach(segment, role="observer") as ring:
                 require_in_memory(ring)

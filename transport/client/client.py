@@ -239,7 +239,7 @@ class UCXXClient:
         """Whether the policy lets this wire carry payloads."""
         return self._wires is None or wire in self._wires
 
-    def carries(self) -> bool:
+    def uses_network(self) -> bool:
         """Whether the policy lets anything but the mapping carry payloads."""
         return self._wires is None or bool(self._wires - {"mapped"})
 

@@ -21,9 +21,8 @@ from typing import Any, Final
 import gymnasium
 import numpy as np
 
-from transport import BlockingClient, Rollout, Schema, Settings, Trainer, UpTo
+from transport import BlockingClient, Rollout, Schema, Settings, Trainer, UpTo, open_rings
 from transport.errors import RingFullError, RunError
-from transport.queue import open_queue
 from transport.runtime.signals import until_stopped
 from transport.weights import Offers, ReferenceWorker, Taker
 
@@ -141,7 +140,7 @@ def rollout(rings: str, number: int, options: Options) -> None:
     slots = 2 * BATCH // options.rollouts + 2
     with (
         until_stopped() as stopped,
-        open_queue(rings) as run,
+        open_rings(rings) as run,
         Rollout(EPISODE, run, slots=slots, readers=options.readers, settings=SETTINGS, drain_s=20) as to,
         BlockingClient(schemas=[POLICY], wire=options.wire, settings=SETTINGS) as client,
     ):

@@ -20,11 +20,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Self
 
+from transport.claims.deliveries import QueueDepth
+from transport.claims.rings import FoundRings
 from transport.client.payload import ClientStatistics
 from transport.config import Configuration
 from transport.errors import BusyPortError, MissingDependencyError, TransportError
 from transport.observe.statistics import PackerStatistics
-from transport.queue.base import QueueDepth, TicketQueue
 from transport.ring.buffer import SharedRingBuffer
 from transport.runtime.installing import install
 from transport.wire.addresses import host_port
@@ -195,7 +196,7 @@ def queue_samples(name: str, depth: QueueDepth, reasons: Mapping[str, int]) -> I
 class _Look:
     """Asks a queue in a thread of its own: one whose server hangs is left out of a scrape, and delays it little."""
 
-    def __init__(self, queue: TicketQueue) -> None:
+    def __init__(self, queue: FoundRings) -> None:
         self._queue = queue
         self._lock = threading.Lock()
         self._asked: Future[tuple[QueueDepth, Mapping[str, int]]] | None = None  # that of scrapes at the same time
@@ -353,8 +354,8 @@ class Exporter:
         """A data packer and its client."""
         self.add(statistics, name, lambda name: packer_samples(name, statistics()))
 
-    def add_queue(self, name: str, queue: TicketQueue) -> None:
-        """A ticket queue, which is asked from a thread of its own."""
+    def add_queue(self, name: str, queue: FoundRings) -> None:
+        """Add the rings of a run, which are asked from a thread of their own."""
         self.add(queue, name, _Look(queue))
 
     def close(self) -> None:

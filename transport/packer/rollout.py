@@ -17,7 +17,7 @@ from operator import index
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
-from transport.claims.open import open_queue
+from transport.claims.open import open_rings
 from transport.claims.places import OnThisHost
 from transport.claims.rings import FoundRings
 from transport.config import configuration
@@ -31,11 +31,10 @@ from transport.group import GROUP_END, checked_name, in_group
 from transport.observe.metrics import Exporter, configured_exporter
 from transport.packer.options import RingOptions, ServerOptions
 from transport.packer.with_block import WithBlock, ends_normally
-from transport.queue import arguments
 from transport.ring.buffer import SharedRingBuffer
 from transport.ring.states import RingStatistics
 from transport.ring.writes import Tickets, metadata_of
-from transport.runtime import hurry
+from transport.runtime import arguments, hurry
 from transport.runtime.arguments import seconds
 from transport.schema import Schema
 from transport.server.server import UCXXServer
@@ -91,7 +90,7 @@ class UCXXRolloutMixin(WithBlock):
                 ends, in whatever way, waits there for the next one; ``RingOptions(sync=…)`` says whether also for the
                 host's next start after a loss of power.
             rings: of the run that this ring belongs to, as text (``"rings:NAME"``, ``"rings+redis://…"``) or as
-                `open_queue` gave them; None: those of this host whose trainers were given none either.
+                `open_rings` gave them; None: those of this host whose trainers were given none either.
             readers: how many ranks read each payload; with ``RingOptions(consumers=…)`` all of theirs.
             mode: of the server, see `UCXXServer`.
             ring, server: further choices, for example ``server=ServerOptions(ports=(7001, 7002))``.
@@ -108,7 +107,7 @@ class UCXXRolloutMixin(WithBlock):
         self.cleanup_ucxx()
         self._ucxx_ends = True
         operator = configuration()
-        run = self._ucxx_opened = open_queue(rings) if isinstance(rings, str) else None
+        run = self._ucxx_opened = open_rings(rings) if isinstance(rings, str) else None
         if not isinstance(rings, str):
             run = rings
         places = OnThisHost() if run is None else run.places

@@ -22,6 +22,19 @@ def at_least(least: int, value: Any, what: str) -> int:
     return number
 
 
+def number(value: Any, what: str) -> int:
+    """Return ``value``, also one of numpy's, as an int. UsageError where 64 bits do not hold it."""
+    found = operator.index(value)
+    if not -(2**63) <= found < 2**63:
+        raise UsageError(f"{what} is {found}: give a whole number that 64 bits hold")
+    return found
+
+
+def number_or_none(value: Any, what: str) -> int | None:
+    """Return a `number` that may be left out."""
+    return None if value is None else number(value, what)
+
+
 def one_of(choices: Sequence[T], value: object, what: str) -> T:
     """Return ``value``, one of the choices. UsageError for anything else."""
     for choice in choices:

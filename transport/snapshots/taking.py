@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from transport import _ring
-from transport.claims.open import open_queue
+from transport.claims.open import open_rings
 from transport.claims.rings import FoundRings
 from transport.cooldown.destinations.base import PIECE, Destination, normalise
 from transport.cooldown.destinations.open import open_destination
@@ -119,7 +119,7 @@ def snapshot(
     this call. Of several trainers one calls it, and the others wait for it. Claims may be held meanwhile.
 
     Args:
-        queue: the run's rings, or the text by which `open_queue` finds them.
+        queue: the run's rings, or the text by which `open_rings` finds them.
         destination: a folder, s3://…, gs://… (docs/COOLDOWN.md).
         step: of the model, 0 to 10**12 - 1.
         run: name below which the destination has it; default: the setting ``run``, else "run". Jobs that share a
@@ -149,9 +149,9 @@ def snapshot(
     chosen = manifests.new_attempt() if attempt is None else manifests.check_attempt(attempt)
     with contextlib.ExitStack() as stack:
         if isinstance(queue, str):
-            queue = stack.enter_context(open_queue(queue))
+            queue = stack.enter_context(open_rings(queue))
         if not isinstance(queue, FoundRings):
-            raise UsageError("queue of snapshot(): give rings, as open_queue('rings:NAME') finds them")
+            raise UsageError("queue of snapshot(): give rings, as open_rings('rings:NAME') finds them")
         elsewhere = queue.not_counted()
         if elsewhere and parts == 1:
             where = sorted(f"{each.addresses[0]}:{each.ports[0]}" for each in elsewhere.values() if each.ports)

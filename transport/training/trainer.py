@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from transport import _ring
 from transport.claims.batch import CONSUME
-from transport.claims.open import open_queue
+from transport.claims.open import open_rings
 from transport.claims.rings import FoundRings
 from transport.claims.taken_part import TakenPart
 from transport.client.client import UCXXClient
@@ -93,8 +93,8 @@ class Trainer:
 
     Args:
         schema: of the payloads; several, or None for any: then a batch has payloads, and no tensors of all of them.
-        rings: where the rings are: text as `open_queue` has it (``"rings:NAME"``, ``"rings://host:port"``,
-            ``"rings+redis://…"``), or what `open_queue` gave, which stays the caller's. None: the rings of this host
+        rings: where the rings are: text as `open_rings` has it (``"rings:NAME"``, ``"rings://host:port"``,
+            ``"rings+redis://…"``), or what `open_rings` gave, which stays the caller's. None: the rings of this host
             whose rollouts were given no name either.
         rank: this trainer's rank among the readers of each payload; or the name of a consumer ("reference", "train:2").
         max_age: how many versions a payload may be older than `version`; older ones are discarded and counted.
@@ -184,7 +184,7 @@ class Trainer:
                 make_client(thread, [*schemas, *parents], wire, settings, client)
             )
             if not isinstance(rings, FoundRings):
-                rings = open_queue("rings:" if rings is None else rings)
+                rings = open_rings("rings:" if rings is None else rings)
                 self._ends.append(rings.close)
             self._ends.append(partial(rings.disconnect, self._client))
             self.rings = rings.connect(thread, self._client, schemas)
@@ -197,7 +197,7 @@ class Trainer:
             if (exporter := configured_exporter(operator)) is not None:
                 self._ends.append(exporter.close)
                 exporter.add_packer(self._name, self.statistics)
-                exporter.add_queue(self.rings.name, self.rings)
+                exporter.add_queue(FoundRings.__name__, self.rings)
             self.metrics_port = None if exporter is None else exporter.port
             self._ends.append(self._close_steps)
             undo.pop_all()

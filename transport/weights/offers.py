@@ -24,6 +24,7 @@ from typing import Any, Final, NamedTuple, Self
 import msgspec
 import numpy as np
 
+from transport.claims.notices import Notice
 from transport.claims.open import given_rings
 from transport.claims.rings import FoundRings
 from transport.client.blocking import BlockingClient
@@ -39,7 +40,6 @@ from transport.errors import (
 )
 from transport.packer.options import RingOptions, ServerOptions
 from transport.packer.rollout import UCXXRolloutMixin
-from transport.queue.base import Notice
 from transport.runtime.decoders import hiding
 from transport.runtime.error_text import error_text
 from transport.schema import Schema

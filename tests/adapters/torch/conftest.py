@@ -1,19 +1,23 @@
-"""A queue for these tests, and its URL."""
+"""Rings for these tests, and the text that names them."""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator
 
 import pytest
-from ticket_queues import queue_url
 
-from transport.queue import FoundRings, open_queue
+from transport import FoundRings, open_rings
 
-__all__ = ["queue_url"]
+
+@pytest.fixture
+def queue_url() -> str:
+    """Rings of this host that nobody has used."""
+    return f"rings:test-{secrets.token_hex(4)}-"
 
 
 @pytest.fixture
 def queue(queue_url: str) -> Iterator[FoundRings]:
     """The rings of ``queue_url``."""
-    with open_queue(queue_url) as opened:
+    with open_rings(queue_url) as opened:
         yield opened

@@ -18,11 +18,11 @@ with warnings.catch_warnings():  # of what torch imports
     import torch
 from torch.utils.data import default_collate
 
+from transport import open_rings
 from transport.adapters.torch import Sample, TicketDataset, TicketLoader, collate
 from transport.errors import UsageError
 from transport.packer.options import RingOptions
 from transport.packer.rollout import UCXXRolloutMixin
-from transport.queue import open_queue
 
 pytestmark = pytest.mark.ucx
 
@@ -47,7 +47,7 @@ def a_sample(at: int) -> dict[str, Any]:
 @pytest.fixture
 def written(queue_url: str) -> Iterator[Callable[..., str]]:
     """Writes payloads and gives the URL of their queue."""
-    with open_queue(queue_url) as queue:
+    with open_rings(queue_url) as queue:
         worker = Worker()
         worker.setup_ucxx(slots=4, rings=queue, mode="thread", ring=RingOptions(slot_bytes=1 << 16))
 

@@ -27,14 +27,13 @@ with warnings.catch_warnings():  # of what torch imports
 import torch_loop
 from torch.utils.data import DataLoader
 
-from transport import SharedRingBuffer
+from transport import FoundRings, SharedRingBuffer
 from transport.adapters.torch import TicketDataset, TicketLoader
 from transport.adapters.torch.tensors import tensors
 from transport.client.blocking import BlockingClient
 from transport.errors import BatchTooLargeError, SchemaError, UsageError
 from transport.packer.options import ClientOptions
 from transport.packer.rollout import UCXXRolloutMixin
-from transport.queue import FoundRings
 from transport.schema import DTYPES, Schema, UpTo
 
 pytestmark = pytest.mark.ucx

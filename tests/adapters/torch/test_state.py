@@ -23,11 +23,11 @@ with warnings.catch_warnings():  # of what torch imports
 
 import torch_loop
 
+from transport import open_rings
 from transport.adapters.torch import TicketDataset, TicketLoader
 from transport.errors import UsageError
 from transport.packer.options import RingOptions
 from transport.packer.rollout import Rollout
-from transport.queue import open_queue
 from transport.snapshots import restore, snapshot
 
 pytestmark = pytest.mark.ucx
@@ -64,7 +64,7 @@ for batch in loop:
 @pytest.fixture
 def rollout(tmp_path: Path) -> Iterator[Rollout]:
     url = f"rings:state-{secrets.token_hex(4)}-"
-    with open_queue(url) as queue:
+    with open_rings(url) as queue:
         file = tmp_path / "ring"
         made = Rollout(torch_loop.SCHEMA, slots=32, file=file, rings=queue, mode="thread", ring=RingOptions())
         made.url = url  # type: ignore[attr-defined]
@@ -121,7 +121,7 @@ def test_the_state_knows_restored_payloads_by_the_ids_that_they_had_first(tmp_pa
     url = f"rings:origin-{secrets.token_hex(4)}-"
 
     def rollout_of(steps: int) -> Rollout:
-        made = Rollout(torch_loop.SCHEMA, slots=8, rings=stack.enter_context(open_queue(url)), mode="thread", drain_s=0)
+        made = Rollout(torch_loop.SCHEMA, slots=8, rings=stack.enter_context(open_rings(url)), mode="thread", drain_s=0)
         for step in range(1, steps + 1):
             made.write_to_buffer({"tokens": np.arange(step, dtype=np.int32), "step": step})
         return stack.enter_context(made)

@@ -85,7 +85,7 @@ class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not ther
     """Batches from the rings of a run. Iterate over it, or give it to a `TicketLoader`.
 
     Args:
-        rings: text for `open_queue`, which every process opens itself; or opened rings, but not for spawned workers.
+        rings: text for `open_rings`, which every process opens itself; or opened rings, but not for spawned workers.
         schema: of the payloads; several, or None for any.
         batch_size: payloads of a batch, at most; failed payloads are left out.
         collate: makes a batch from a list of `Sample`; None: the list itself. With a padded or packed ``layout`` it is

@@ -1,4 +1,4 @@
-"""Notices of a run whose rings are its queue: in the store of its directory, or in a small ring for each topic.
+"""Notices of a run: in the store of its directory, or in a small ring for each topic.
 
 A notice on one host is a payload of a ring that overwrites its oldest. Readers observe that ring: they hold no owner
 place of it, and nothing they do delays the announcer. So the ring's owners are those who announced, and the notice ends
@@ -8,9 +8,11 @@ with the last of them, however that ends: `latest` returns it no more, and the n
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 import threading
 import time
+from collections.abc import Callable
 from typing import Final, Protocol
 
 import msgspec
@@ -23,12 +25,13 @@ from transport.errors import (
     RingError,
     UsageError,
 )
-from transport.queue.base import Notice
 from transport.ring.attachment import belongs, remove_dead, remove_if_dead
 from transport.ring.buffer import SharedRingBuffer
 from transport.runtime.decoders import ready
 from transport.store.base import ABSENT, Store
 from transport.store.stored import encode, readable
+
+log = logging.getLogger(__name__)
 
 _SLOTS: Final = 4
 _MOST_BYTES: Final = 64 << 10
@@ -38,8 +41,38 @@ _PREFIX: Final = "notices/"
 _TOPIC: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
+class Notice(msgspec.Struct, frozen=True):
+    """The latest announcement on a topic."""
+
+    topic: str
+    version: int
+    payload: bytes
+
+
+class FirstAnnouncements:
+    """A warning, once for each topic, where the notice of an earlier run seems to be in the way."""
+
+    def __init__(self) -> None:
+        self._topics: set[str] = set()
+
+    def answer(self, topic: str, version: int, accepted: bool, later: Callable[[], Notice | None]) -> bool:
+        """Return ``accepted``, as `FoundRings.announce` does. ``later`` looks for a notice beyond this version."""
+        first = topic not in self._topics
+        self._topics.add(topic)
+        if first and not accepted and (there := later()) is not None:
+            log.warning(
+                "version %d of topic %r is not announced, since version %d stands there; if an earlier run announced "
+                "it, go on from latest(%r).version, or give this run a name of its own",
+                version,
+                topic,
+                there.version,
+                topic,
+            )
+        return accepted
+
+
 class Notices(Protocol):
-    """As `TicketQueue` has them."""
+    """As `FoundRings` has them."""
 
     def announce(self, topic: str, version: int, payload: bytes) -> bool: ...
     def latest(
