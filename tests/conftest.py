@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
+from pathlib import Path
 from typing import Any
 
 import patience  # noqa: F401  # the first import of the package
@@ -21,6 +22,9 @@ from hypothesis import HealthCheck, settings
 from mounts import own_shared_memory
 
 from transport.testing import ResourceSnapshot, mark_descendants, run
+
+# For `benchmarks`. Last: the package is the one that is installed, with its native part, and this folder has it too.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 pytest.register_assert_rewrite(
     *("store_conformance", "store_model"),

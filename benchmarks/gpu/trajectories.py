@@ -17,7 +17,7 @@ from writer import served
 
 from transport import SharedRingBuffer, Trainer, UCXXServer
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.job.trajectories import TOKENS
 from benchmarks.job.trajectory_rows import schema
