@@ -216,6 +216,35 @@ async def test_a_load_that_outlasts_its_limit_changes_nothing_that_is_admitted_l
         assert worker.most == 1
 
 
+@asynchronous
+async def test_a_version_that_no_manager_has_decided_is_proven_by_none_and_the_next_manager_drops_it() -> None:
+    worker = ReferenceWorker()
+    async with group(worker) as (lost, replicas, _):
+        await lost.update(1)
+        replica = replicas[0]
+        resume, land = replica.resume, replica.land
+
+        async def unheard(*_: Any) -> None:  # as of a manager that was killed before it
+            raise MemberFailedError("the manager is gone")
+
+        replica.resume = unheard  # type: ignore[method-assign]
+        with pytest.raises(MemberFailedError, match="the manager is gone"):
+            await lost.update(2)
+        assert worker.version == 2
+        assert await replica.prove() is None
+        assert not worker.generating
+        replica.resume, replica.land = resume, unheard  # type: ignore[method-assign]
+        manager = WeightUpdate(list(lost._trainers.values()), [replica])
+        with pytest.raises(MemberFailedError):
+            await manager.update(3)
+        assert replica.engine.proof.version == 1
+        assert manager.admitted == {}
+        replica.land = land  # type: ignore[method-assign]
+        await manager.update(4)
+        assert manager.admitted == {"replica 0": 4}
+        assert (await replica.prove()).version == 4
+
+
 class Waits(ReferenceWorker):
     """A worker of which one method waits, when it is told to; no method may run beside another."""
 

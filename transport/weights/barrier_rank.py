@@ -16,10 +16,9 @@ from transport.runtime.loop_thread import LoopThread
 from transport.weights.attempts import NO_ATTEMPT
 from transport.weights.engine import WeightsEngine
 from transport.weights.rank_shards import RankShards, copied_into
+from transport.weights.received_weights import ReceivedWeights
 from transport.weights.transfer.threads import ended, in_thread
-from transport.weights.version_switch import VersionSwitch, WorkerState
-from transport.weights.versions.copies import ShardHeld
-from transport.weights.worker_calls import DirectCalls, finished
+from transport.weights.worker_calls import wait_here
 
 LOOK_S = 1.0  # how often a rank that waits for others looks whether one has failed
 
@@ -87,8 +86,7 @@ class BarrierRank:
         self.load_tensors = load or (lambda arrays: copied_into(self.tensors, arrays))
         # in place the version that has landed is loaded
         worker = _Loads(lambda arrays: None if in_place else self.load_tensors(arrays))
-        self._switch: VersionSwitch[ShardHeld] = VersionSwitch(self.name, worker, self._arrays, DirectCalls())
-        self._landed: ShardHeld | None = None  # in this attempt
+        self._weights = ReceivedWeights(self.engine, worker, wait_here)
         self._begun: _Begun | None = None  # by `UpdateBarrier.begin`
         self._loop = LoopThread(f"weights of {self.name}")
         self._loop.closes(self.engine.close)
@@ -120,14 +118,7 @@ class BarrierRank:
             tensors = self.tensors() if callable(self.tensors) else self.tensors
             self._within(self.engine.send_weights(tensors, version), what, timeout_s, failed)
             return
-        before = self.engine.held
-        try:
-            self._within(self.engine.receive(version), what, timeout_s, failed)
-        finally:
-            if self.engine.held is not before:
-                self._landed = self.engine.held
-            if self.engine.in_place and (self._landed is not None or self.engine.spoilt):
-                self._switch.changed()
+        self._within(self._weights.land(version), what, timeout_s, failed)
 
     def _within(self, work: Coroutine[Any, Any, Any], what: str, timeout_s: float, failed: Failed) -> None:
         try:
@@ -140,21 +131,15 @@ class BarrierRank:
             ) from error
 
     # --- its weights ------------------------------------------------------------------------------------------------
-    async def _arrays(self, held: ShardHeld) -> dict[str, Any]:
-        return dict(self.engine.arrays(held))
-
     def load(self) -> None:
         """Load the version that has landed: it is in doubt until it is decided that it stays."""
-        if self.sends:
-            return
-        if self._landed is None:
-            raise WeightsError(f"{self.name}: there is no version to load")
-        finished(self._switch.load(self._landed))
+        if not self.sends:
+            self._weights.load()
 
     @property
     def in_doubt(self) -> bool:
         """Whether it has loaded a version, and does not know whether that stays."""
-        return self._switch.state is WorkerState.IN_DOUBT
+        return self._weights.in_doubt
 
     @property
     def mixed(self) -> bool:
@@ -162,28 +147,22 @@ class BarrierRank:
 
         A load has failed, here or on another rank, and the version before could not be loaded again; or it is in doubt.
         """
-        return self.engine.spoilt or self._switch.mixed
+        return self._weights.mixed
 
     def end(self, why: BaseException | None) -> None:
         """Leave the attempt: keep what was loaded, or with ``why`` return to the version before.
 
         In place there is none. An error of the return becomes a note of ``why``.
         """
-        landed, self._landed = self._landed, None
         self.attempt = NO_ATTEMPT
-        if landed is not None and why is None:
-            self._switch.keep()
-        elif landed is not None:
+        if why is not None:
             try:
-                finished(self._switch.go_back(self._before))
+                self._weights.go_back()
             except Exception as error:
-                assert why is not None
                 why.add_note(f"{self.name}: the version before was not loaded: {error_text(error)}")
-        self.run(self.engine.finalize())
-
-    def _before(self) -> ShardHeld | None:
-        self.engine.revert()
-        return None if self.engine.in_place else self.engine.held
+        elif self._weights.landed is not None:
+            self._weights.keep()
+        self.run(self._weights.finalize())
 
     # --- staged in a thread -------------------------------------------------------------------------------------------
     def begin(self, version: int, stage: Callable[[Callable[[], str]], None]) -> None:

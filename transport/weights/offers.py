@@ -49,7 +49,7 @@ from transport.weights.plan.steps import VersionProof
 from transport.weights.version_switch import VersionSwitch, WorkerState
 from transport.weights.versions.layout import weights_checksum
 from transport.weights.worker import RolloutWorker
-from transport.weights.worker_calls import DirectCalls, finished
+from transport.weights.worker_calls import wait_here
 
 log = logging.getLogger(__name__)
 
@@ -181,7 +181,7 @@ class Taker:
         self._begun_with = version
         self._seen: Notice | None = None  # taken or missed last
         self._held: _Taken | None = None  # the version that was taken last
-        self._switch: VersionSwitch[_Taken] = VersionSwitch("taker", worker, _weights_of, DirectCalls())
+        self._switch: VersionSwitch[_Taken] = VersionSwitch("taker", worker, lambda taken: taken.weights, wait_here)
 
     @property
     def version(self) -> int:
@@ -277,11 +277,11 @@ class Taker:
             )
         taken = _Taken(VersionProof(found.version, found.checksum), found.checksum, weights)
         try:
-            finished(self._switch.stage(taken))
-            finished(self._switch.load(taken))
+            self._switch.stage(taken)
+            self._switch.load(taken)
         except BaseException as error:
             try:
-                finished(self._switch.go_back(lambda: self._held))
+                self._switch.go_back(lambda: self._held)
             except Exception as second:
                 error.add_note(f"the version before was not restored: {error_text(second)}")
             raise
@@ -294,10 +294,6 @@ class _Taken(NamedTuple):
     proof: VersionProof
     checksum: int
     weights: dict[str, Any]
-
-
-async def _weights_of(taken: _Taken) -> dict[str, Any]:
-    return taken.weights
 
 
 def _copied(array: Any) -> Any:

@@ -5,15 +5,16 @@
     UNTOUCHED       the version   LOADED when           KEPT: whoever decides has decided for it
                     lands beside  it is proven          else `go_back`: the version before is loaded
 
-`Replica`, `Taker` and `UpdateBarrier` have one mechanism, and differ in who decides whether a loaded version is kept:
-the replica itself when it has proven it, the taker likewise, a record of all ranks in a store. Between load and
-decision a worker is *in doubt*: it serves no version that is known to stay, and whoever drives it asks until it knows.
+All workers have one mechanism, and differ in who decides whether a loaded version is kept: a manager, when it resumes a
+replica; one record in a store, for all ranks of an `UpdateBarrier`; a taker, that is no member of a group, for itself.
+Between load and decision a worker is *in doubt*: it proves no version.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Coroutine, Mapping
+import inspect
+from collections.abc import Awaitable, Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -22,7 +23,7 @@ import numpy as np
 from transport.errors import InternalError, MemberFailedError, WeightsChecksumError
 from transport.weights.plan.steps import VersionProof
 from transport.weights.versions.layout import weights_checksum
-from transport.weights.worker_calls import WorkerCalls, check
+from transport.weights.worker_calls import check
 
 
 class WorkerState(enum.StrEnum):
@@ -78,36 +79,32 @@ V = TypeVar("V", bound=Version)
 
 
 class VersionSwitch(Generic[V]):
-    """The weights of one worker. Belongs to one loop, or to one thread.
+    """The weights of one worker. One call at a time, in any thread.
 
     Args:
-        arrays: returns the tensors of a version, by name, once the worker's threads may read them.
+        arrays: returns the tensors of a version, by name, for this thread and the worker's.
+        wait: waits for what a worker's coroutine function returns.
     """
 
     def __init__(
         self,
         name: str,
         worker: SwitchedWorker,
-        arrays: Callable[[V], Coroutine[Any, Any, Mapping[str, Any]]],
-        calls: WorkerCalls,
+        arrays: Callable[[V], Mapping[str, Any]],
+        wait: Callable[[Awaitable[Any]], Any],
     ) -> None:
         self.state = WorkerState.UNTOUCHED
         self._name = name
         self._worker = worker
         self._arrays = arrays
-        self._calls = calls
+        self._wait = wait
         self._version: V | None = None  # that was loaded last
         self._staged: tuple[V, Any] | None = None  # what the worker's `stage` returned for it
 
     @property
     def version(self) -> V | None:
-        """The version that is served, or of which it is in doubt whether it stays."""
-        return self._version if self.state in (WorkerState.SERVING, WorkerState.IN_DOUBT) else None
-
-    @property
-    def mixed(self) -> bool:
-        """Whether the worker may serve what is no version of its group."""
-        return self.state in (WorkerState.MIXED, WorkerState.IN_DOUBT)
+        """The version that is served: proven, and decided."""
+        return self._version if self.state is WorkerState.SERVING else None
 
     def _apply(self, event: WorkerEvent) -> None:
         to = TRANSITIONS.get((self.state, event))
@@ -115,98 +112,80 @@ class VersionSwitch(Generic[V]):
             raise InternalError(f"{self._name}: {event.value!r} of weights that are {self.state.value!r}")
         self.state = to
 
-    async def stage(self, version: V) -> None:
+    def call(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a method of the worker; returns its answer once that is there, and raises an error that it returns."""
+        answer = method(*arguments)
+        if inspect.isawaitable(answer):
+            answer = self._wait(answer)
+        check(answer, getattr(method, "__name__", "a call"))
+        return answer
+
+    def stage(self, version: V) -> None:
         """Have the worker take a version beside the one that is served; what it made of it is proven."""
-
-        async def work() -> None:
-            self._staged = None
-            self._staged = version, await self._made(version)
-
-        await self._calls.turn(work)
+        self._staged = None
+        self._staged = version, self._made(version)
 
     def drop(self) -> None:
         """Forget what was staged."""
         self._staged = None
 
-    async def load(self, version: V) -> None:
-        """Load a version and prove it: it is in doubt then. A load that outlasts its caller proves nothing."""
-
-        async def work() -> None:
-            await self._load(version)
-
-        await self._calls.turn(work)
+    def load(self, version: V) -> None:
+        """Load a version and prove it: it is in doubt then."""
+        staged, self._staged = self._staged, None
+        weights = staged[1] if staged is not None and staged[0] is version else self._made(version)
+        self._apply(WorkerEvent.LOAD)
+        self._version = version
+        self.call(self._worker.load, weights, version.proof.version)
+        if not self._worker.serves_given:
+            self._check_served(version)
         self._apply(WorkerEvent.PROVEN)
 
     def keep(self) -> None:
         """Serve the version that was loaded last: it is decided that it stays."""
         self._apply(WorkerEvent.KEPT)
 
-    async def go_back(self, before: Callable[[], V | None]) -> None:
+    def go_back(self, before: Callable[[], V | None]) -> None:
         """Serve the version before again; ``before`` drops the one after it, when no call to the worker reads that.
 
         None: there is no version before, and what was there is gone if it was touched.
         """
-
-        async def work() -> bool:
-            self._staged = None
-            version = before()
-            if version is None:
-                if self.state is not WorkerState.UNTOUCHED:
-                    self._apply(WorkerEvent.CHANGED)
-                return False
-            if self.state is WorkerState.SERVING and self._version is version:
-                return False
-            await self._load(version)
-            return True
-
-        if await self._calls.turn(work):
-            self._apply(WorkerEvent.PROVEN)
+        self._staged = None
+        version = before()
+        if version is not None and self.version is not version:
+            self.load(version)
             self.keep()
+        elif version is None and self.state is not WorkerState.UNTOUCHED:
+            self.changed()
 
-    async def prove(self) -> V | None:
+    def prove(self) -> V | None:
         """Return the version that is served; None: unknown. Raises WeightsChecksumError if other weights are served."""
         version = self.version
         if version is not None and not self._worker.serves_given:
-            await self._calls.turn(self._proven)
-        return self.version
+            self._check_served(version)
+        return version
 
     def changed(self) -> None:
         """Note that the worker's weights were changed in their place: they are no version."""
         self._apply(WorkerEvent.CHANGED)
 
-    # --- within a turn --------------------------------------------------------------------------------------------
-    async def _load(self, version: V) -> None:
-        staged, self._staged = self._staged, None
-        weights = staged[1] if staged is not None and staged[0] is version else await self._made(version)
-        self._apply(WorkerEvent.LOAD)
-        self._version = version
-        check(await self._calls.answer(self._worker.load, weights, version.proof.version), "load")
-        if not self._worker.serves_given:
-            await self._proven()
-
-    async def _proven(self) -> None:
-        version = self._version
-        if version is None:
-            return
-        found = await self._calls.answer(self._worker.served_checksum)
-        check(found, "served_checksum")
+    def _check_served(self, version: V) -> None:
+        found = self.call(self._worker.served_checksum)
         if found is not None and found != version.checksum:
-            self._apply(WorkerEvent.CHANGED)
+            self.changed()
             raise WeightsChecksumError(
                 f"{self._name}: checksum mismatch after loading {version.proof}: it would serve {found:016x}; its load "
                 "changed or lost tensors"
             )
 
-    async def _made(self, version: V) -> Any:
+    def _made(self, version: V) -> Any:
         """Return what the worker's `load` gets: the version's arrays, or what its `stage` made of them, proven."""
-        given = MappingProxyType(dict(await self._arrays(version)))  # read-only: if it comes back, it is unchanged
-        staged = await self._calls.answer(self._worker.stage, given, version.proof.version)
+        given = MappingProxyType(dict(self._arrays(version)))  # read-only: if it comes back, it is unchanged
+        staged = self.call(self._worker.stage, given, version.proof.version)
         if staged is given:
             return dict(given)  # which a worker may hand to another process
         if not isinstance(staged, Mapping):
-            check(staged, "stage")
             raise MemberFailedError(f"{self._name}: stage returned {type(staged).__name__}, expected tensors by name")
-        found = await self._calls.run(_closed_checksum, staged)
+        found = _closed_checksum(staged)
         if found != version.checksum:
             raise WeightsChecksumError(
                 f"{self._name}: checksum mismatch after staging {version.proof}: {found:016x}; its stage changed or "

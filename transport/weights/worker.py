@@ -15,20 +15,19 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from transport.errors import UsageError
 from transport.weights.plan.steps import Metadata, VersionProof
-from transport.weights.transfer.threads import in_thread
-from transport.weights.version_switch import VersionSwitch
+from transport.weights.received_weights import ReceivedWeights
 from transport.weights.versions.layout import weights_checksum
-from transport.weights.worker_calls import QueuedCalls, check
+from transport.weights.worker_calls import WorkerQueue
 
 if TYPE_CHECKING:
     from transport.weights.engine import WeightsEngine
-    from transport.weights.versions.copies import ShardHeld
 
 
 class RolloutWorker(abc.ABC):
@@ -157,9 +156,8 @@ class Replica:
         self.engine = engine
         self.worker = worker
         self.name = engine.name
-        self._calls = QueuedCalls()
-        self._switch: VersionSwitch[ShardHeld] = VersionSwitch(self.name, worker, self._arrays, self._calls)
-        self._landed: ShardHeld | None = None  # in this update
+        self._calls = WorkerQueue()
+        self._weights = ReceivedWeights(engine, worker, self._calls.wait)
 
     # --- the worker's part -------------------------------------------------------------------------------------
     async def pause(self) -> None:
@@ -167,19 +165,22 @@ class Replica:
         await self._each(self.worker.abort, self.worker.release_kv_cache)
 
     async def resume(self, generate: bool) -> None:
-        """Have a cache again, and generate, if its weights are known."""
+        """Have a cache again, and generate, if its weights are known: what was loaded stays then."""
+        if generate and self._weights.in_doubt:
+            self._weights.keep()
         await self._each(self.worker.resume_kv_cache, *[self.worker.resume_generation] * generate)
 
     async def _each(self, *methods: Callable[[], Any]) -> None:
-        async def work() -> None:
+        def calls() -> None:
             for method in methods:
-                check(await self._calls.answer(method), getattr(method, "__name__", "a call"))
+                self._weights.switch.call(method)
 
-        await self._calls.turn(work)
+        await self._calls.run(calls)
 
     # --- the engine's part -------------------------------------------------------------------------------------
     async def prepare(self) -> Metadata:
-        """See `WeightsEngine`."""
+        """See `WeightsEngine`. What no manager has decided, since the last one was lost, is dropped."""
+        await self._weights.finalize()
         return await self.engine.prepare()
 
     async def init_process_group(self, arguments: dict[str, Any]) -> None:
@@ -188,51 +189,22 @@ class Replica:
 
     async def land(self, version: int) -> VersionProof:
         """Receive a version and prove what landed. The one before is served until `load`, except in place."""
-        try:
-            self._landed = await self.engine.receive(version)
-        finally:
-            if self.engine.in_place and (self._landed is not None or self.engine.spoilt):
-                self._switch.changed()
-        assert self._landed is not None
+        landed = await self._weights.land(version)
         # A device has room for a second version when the cache is gone; a worker that is late has none for a third.
         if not self.engine.on_device and not self._calls.busy:
-            await self._switch.stage(self._landed)
-        return self._landed.proof
+            await self._calls.run(partial(self._weights.switch.stage, landed))
+        return landed.proof
 
     async def load(self) -> VersionProof | None:
-        """Load what has landed, prove it, and serve it."""
-        if self._landed is None:
-            raise UsageError(f"{self.name}: call land() before load()")
-        await self._switch.load(self._landed)
-        self._switch.keep()
-        return self._landed.proof
+        """Load what has landed, and prove it. Until `resume` it is in doubt whether it stays."""
+        landed = self._weights.landed
+        await self._calls.run(self._weights.load)
+        return None if landed is None else landed.proof
 
     async def restore(self) -> VersionProof | None:
         """Serve the version before again, if there is one, and `prove` it. In place it is gone: nothing is proven."""
-        landed, self._landed = self._landed, None
-        if landed is not None:
-            await self._switch.go_back(self._before)
+        await self._calls.run(self._weights.go_back)
         return await self.prove()
-
-    def _before(self) -> ShardHeld | None:
-        self.engine.revert()
-        return None if self.engine.in_place else self.engine.held
-
-    async def finalize(self) -> None:
-        """Leave the group; what has landed and was not loaded is dropped."""
-        landed, self._landed = self._landed, None
-        self._switch.drop()
-        try:
-            if landed is not None and self._switch.version is not landed:
-                self.engine.revert()
-        finally:
-            await self.engine.finalize()
-
-    async def _arrays(self, held: ShardHeld) -> dict[str, Any]:
-        arrays = dict(self.engine.arrays(held))
-        if self.engine.on_device:
-            await in_thread(held.settle)  # the worker's threads and streams are its own
-        return arrays
 
     async def prove(self) -> VersionProof | None:
         """Prove the version that is served. None: unknown. WeightsChecksumError if the worker serves something else.
@@ -240,8 +212,14 @@ class Replica:
         What the worker serves is hashed, unless it serves the memory that was hashed when the version landed
         (`RolloutWorker.serves_given`).
         """
-        version = await self._switch.prove()
+        version = self._weights.switch.version
+        if version is not None and not self.worker.serves_given:
+            version = await self._calls.run(self._weights.switch.prove)
         return None if version is None else version.proof
+
+    async def finalize(self) -> None:
+        """Leave the group; what has landed and does not stay is dropped."""
+        await self._weights.finalize()
 
 
 class Source(Protocol):

@@ -1,58 +1,46 @@
-"""Calls to a worker, one after the other, each to its end: no two methods of a worker run side by side.
-
-`QueuedCalls` are a replica's, in its event loop: plain methods run in a thread. `DirectCalls` run in the thread of the
-caller, as a framework's own worker needs it; `finished` runs what is written for both there.
-"""
+"""Calls to a worker, one after the other, each to its end: no two methods of a worker run side by side."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeVar
 
-from transport.errors import InternalError, MemberFailedError
+from transport.errors import MemberFailedError
 from transport.runtime.error_text import error_text
 from transport.weights.transfer.threads import in_thread
 
 T = TypeVar("T")
 
 
-class WorkerCalls(Protocol):
-    """How a worker is called."""
+class WorkerQueue:
+    """A queue of turns in threads, of calls that belong together. Belongs to the loop of its first turn.
 
-    async def turn(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Run calls that belong together, when those before them have ended."""
-
-    async def answer(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        """Return what a worker's method returned, once it is there. Within a turn."""
-
-    async def run(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Run a function of this package that takes long."""
-
-
-class QueuedCalls:
-    """A queue of calls. A caller that is cancelled withdraws a turn that has not begun, and leaves one that has."""
+    A caller that is cancelled withdraws a turn that has not begun, and leaves one that has.
+    """
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()  # first come, first served
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
     def busy(self) -> bool:
         """Whether a turn has begun and not ended."""
         return self._turn.locked()
 
-    async def turn(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """See `WorkerCalls`."""
+    async def run(self, work: Callable[[], T]) -> T:
+        """Run calls in a thread, when those before them have ended."""
+        self._loop = asyncio.get_running_loop()
         begun = False
 
-        async def run() -> T:
+        async def turn() -> T:
             nonlocal begun
             async with self._turn:
                 begun = True
-                return await work()
+                return await in_thread(work)
 
-        task = asyncio.ensure_future(run())
+        task = asyncio.ensure_future(turn())
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -62,52 +50,21 @@ class QueuedCalls:
                 task.cancel()
             raise
 
-    async def answer(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        """See `WorkerCalls`."""
-        asynchronous = inspect.iscoroutinefunction(method)
-        result = method(*arguments) if asynchronous else await in_thread(method, *arguments)
-        while inspect.isawaitable(result):
-            result = await result
-        return result
-
-    async def run(self, function: Callable[..., T], *arguments: Any) -> T:
-        """See `WorkerCalls`."""
-        return await in_thread(function, *arguments)
+    def wait(self, answer: Awaitable[Any]) -> Any:
+        """Wait in a turn for the answer of a worker whose methods are coroutines: they run on the loop."""
+        assert self._loop is not None  # of the turn
+        return asyncio.run_coroutine_threadsafe(_whole(answer), self._loop).result()
 
 
-class DirectCalls:
-    """Calls in the thread of the caller, of which there is one at a time."""
-
-    async def turn(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """See `WorkerCalls`."""
-        return await work()
-
-    async def answer(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        """See `WorkerCalls`."""
-        result = method(*arguments)
-
-        async def wait() -> Any:
-            found = result
-            while inspect.isawaitable(found):
-                found = await found
-            return found
-
-        return asyncio.run(wait()) if inspect.isawaitable(result) else result
-
-    async def run(self, function: Callable[..., T], *arguments: Any) -> T:
-        """See `WorkerCalls`."""
-        return function(*arguments)
+def wait_here(answer: Awaitable[Any]) -> Any:
+    """Wait for an answer in the caller's thread, on a loop of its own."""
+    return asyncio.run(_whole(answer))
 
 
-def finished(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine over `DirectCalls`, which never waits. No loop runs meanwhile: a worker may run its own."""
-    try:
-        work.send(None)
-    except StopIteration as end:
-        result: T = end.value
-        return result
-    work.close()
-    raise InternalError("a call in the caller's own thread waits for something")
+async def _whole(answer: Any) -> Any:
+    while inspect.isawaitable(answer):
+        answer = await answer
+    return answer
 
 
 def check(result: object, what: str) -> None:
