@@ -17,6 +17,7 @@ from collections import deque
 from typing import NamedTuple
 
 from transport.errors import InternalError
+from transport.rendezvous.leased import SeatLease
 from transport.rendezvous.records import Closing, Phase, Place, Role, Round
 
 
@@ -86,12 +87,14 @@ class View(NamedTuple):
 
     Attributes:
         place: None but in ACTIVE and STANDBY.
+        seat: by which the member has a rank, for as long as its lease runs; None but in ACTIVE.
         closing, error: the end of the run, or the reason for which it is unknown; None before ENDED.
         why: reason for the round that was seen last.
     """
 
     state: State
     place: Place | None = None
+    seat: SeatLease | None = None
     closing: Closing | None = None
     error: Exception | None = None
     why: str = ""
@@ -121,6 +124,7 @@ class Member:
         self,
         event: Event,
         place: Place | None = None,
+        seat: SeatLease | None = None,
         closing: Closing | None = None,
         error: Exception | None = None,
     ) -> State:
@@ -133,12 +137,13 @@ class Member:
             self.slot = None
         kept = place or self.view.place if after in (State.ACTIVE, State.STANDBY) else None
         if self.state is not State.ENDED:
-            self.view = View(after, kept, closing, error, self.view.why)
+            runs = seat or self.view.seat if after is State.ACTIVE else None
+            self.view = View(after, kept, runs, closing, error, self.view.why)
         return after
 
     # --- what it learns -----------------------------------------------------------------------------
-    def look(self, current: Round | None, place: Place | None) -> bool:
-        """Apply one read of the store: the round, and the place of the slot that this member had then.
+    def look(self, current: Round | None, place: Place | None, seat: SeatLease | None = None) -> bool:
+        """Apply one read of the store: the round, and the place of the slot and seat that this member had then.
 
         Returns False when the run is over: closed, gone from the store, or replaced there by another of its name.
         """
@@ -153,7 +158,7 @@ class Member:
         self.view = self.view._replace(why=current.why)
         event = self._event(current, place)
         if event is not None:
-            self.apply(event, place)
+            self.apply(event, place, seat)
         if self.state is State.TAKING and current.phase is Phase.OPEN:
             self.round, self.slot = current.number, None
         return event is not Event.OVER
@@ -181,8 +186,9 @@ class Member:
 
     def validate(self) -> None:
         """Assert every invariant."""
-        state, place, closing, error, _ = self.view
+        state, place, seat, closing, error, _ = self.view
         assert (place is not None) == (state in (State.ACTIVE, State.STANDBY))
+        assert (seat is not None) == (state is State.ACTIVE)
         assert (closing is None and error is None) or state is State.ENDED
         assert self.slot is None or self.round > 0
         assert state not in (State.SEATING, State.SEATED, State.ACTIVE, State.STANDBY) or self.slot is not None

@@ -100,7 +100,7 @@ class Rendezvous:
     @property
     def in_round(self) -> bool:
         """Whether this member has a rank in a running round. Otherwise its work must stop. Never waits."""
-        return self._session.view.state is State.ACTIVE
+        return self._session.view.seat is not None
 
     @property
     def is_host(self) -> bool:

@@ -6,8 +6,8 @@ calls to the store. `Rendezvous` is what programs use.
 Each step: read round, host and own place → take slot and seat if the round is open → renew due leases → act as host, or
 become host if there is none. A step may fail anywhere: the next one reads again.
 
-A member has a rank while its view is ACTIVE and its seat's lease runs. Whatever ends the rank changes one of these
-before the next call to the store, which may wait: another member may have the rank by the time it returns.
+A member has a rank while its view has a seat that runs. Whatever ends the rank takes the seat out of the view, or ends
+it, before the next call to the store, which may wait: another member may have the rank by the time it returns.
 
 A lease is renewed only after a look, and counts from before that look. So when a round has been open for ``lease_s``,
 each member that has not seen it open considers its seat of the round before as gone.
@@ -86,14 +86,9 @@ class Session:
     def view(self) -> View:
         """The member's view; AWAY as soon as the seat's lease has ended. Never waits."""
         view = self._member.view
-        if view.state is State.ACTIVE and view.place is not None and not self._runs(view.place):
-            return view._replace(state=State.AWAY, place=None)
+        if view.seat is not None and not view.seat.runs(self._clock()):
+            return view._replace(state=State.AWAY, place=None, seat=None)
         return view
-
-    def _runs(self, place: Place) -> bool:
-        """Return whether the lease of this place's seat runs. A thread may see a seat of the next round already."""
-        seated = self._seated
-        return seated is not None and seated.seat.round == place.round and seated.runs(self._clock())
 
     @property
     def ended(self) -> bool:
@@ -308,7 +303,7 @@ class Session:
             place = None  # of an earlier round or member
         self.version = ABSENT if round_entry is None else round_entry.version
         self._hosting.saw(current, host_entry)
-        if not member.look(current, place):
+        if not member.look(current, place, self._seated):
             ours = current is not None and current.incarnation == member.incarnation
             self._settle(current.closing if current is not None and ours else None)
         return current, host_entry is not None
