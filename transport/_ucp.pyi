@@ -161,6 +161,7 @@ class Service:
     """What the connections of a listener share: the ring, limits, attempts by payload."""
 
     draining: bool  # while it is set, reads are told that the listener is busy
+    inline_limit: int  # bytes up to which a payload is joined to its answer; fewer once the payloads are registered
     attempts: int
     waiting: int  # demands
     demand_descriptor: int  # readable when `look` should be called

@@ -41,6 +41,7 @@ void bind_serving(nb::module_& module) {
       .def("register_payloads", &Service::register_payloads, nb::call_guard<nb::gil_scoped_release>(),
            "Register the ring's payloads as a whole, so that no read registers any.")
       .def_rw("draining", &Service::draining, "While set, reads are refused: the listener is busy.")
+      .def_prop_ro("inline_limit", &Service::inline_limit)
       .def_prop_ro("attempts", &Service::attempts)
       .def_prop_ro("waiting", &Service::waiting)
       .def_prop_ro("demand_descriptor", &Service::demand_descriptor)

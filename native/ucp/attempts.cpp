@@ -15,6 +15,7 @@ namespace transport::ucp {
 namespace {
 
 constexpr std::size_t kRepliesKept = 64;
+constexpr std::uint64_t kMostJoinedOfRegistered = 8192;
 
 }  // namespace
 
@@ -32,7 +33,10 @@ Service::Service(Engine& engine, Ring& ring, const Limits& limits)
   };
 }
 
-void Service::register_payloads() { registered_ = engine_->register_memory(ring_.registrable(), mapping_); }
+void Service::register_payloads() {
+  registered_ = engine_->register_memory(ring_.registrable(), mapping_);
+  limits_.inline_bytes = std::min(limits_.inline_bytes, kMostJoinedOfRegistered);
+}
 
 // Messages that belong to no admitted connection are dropped, so that strangers cannot fill this process's memory.
 bool Service::keep(ucp_tag_t tag, std::size_t length, ucp_tag_message_h message) {

@@ -147,8 +147,11 @@ class Service {
 
   Engine& engine() const { return *engine_; }
   std::size_t attempts() const { return attempts_; }
+  std::uint64_t inline_limit() const { return limits_.inline_bytes; }
 
-  // Registers the ring's payloads as a whole, so that no read registers any. Throws where that is refused.
+  // Registers the ring's payloads as a whole, so that no read registers any. Throws where that is refused. From then on
+  // fewer payloads are joined to answers: UCX copies what is joined, at both ends, and a device reads a message of its
+  // own from the slot into the client's memory.
   void register_payloads();
 
   // An event with `token`, an owned reference, as soon as there is no attempt, or when another one waits.

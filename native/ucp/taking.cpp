@@ -161,7 +161,7 @@ void Service::answer(const Demand& demand, Code code, const std::vector<Claimed>
     attempt.answer = demand.number;
     attempt.together = claimed.size() > 1;
     const std::uint64_t at_bytes = aligned_taken(joined);
-    if (one.length > demand.joined_most || one.length > demand.asked.most_bytes ||
+    if ((registered_ != nullptr && one.length > kCopied) || one.length > demand.joined_most || one.length > demand.asked.most_bytes ||
         at_bytes + one.length > demand.asked.most_bytes + at * kTakenAlignment)
       continue;
     const std::size_t row = sizeof(Header) + at * sizeof(Taken);

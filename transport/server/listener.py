@@ -193,7 +193,7 @@ class Connection:
             ring=self._ring.ring_id,
             tag_base=self.tag_base,
             ports=self._ring.native.ports() if code == 0 else (),
-            inline_limit=self._listener.settings.inline_limit,
+            inline_limit=self._listener.inline_limit,
             code=code,
             reason=reason,
             consumers=self._ring.native.consumers if code == 0 else "",
@@ -346,6 +346,11 @@ class Listener:
     def attempts(self) -> int:
         """Reads that have not been acknowledged, and claims that have not ended."""
         return self._service.attempts if self._service is not None else 0
+
+    @property
+    def inline_limit(self) -> int:
+        """Bytes up to which a payload is joined to its answer."""
+        return self._service.inline_limit if self._service is not None else self.settings.inline_limit
 
     @property
     def port(self) -> int:
