@@ -14,19 +14,21 @@ from typing import Any
 from detour import Detour
 from helpers import NETWORK, Child, Elsewhere, eventually, parent_of
 from patience import PATIENCE
-from told import MARKED, PROGRAM
+from told import MARKED, PROGRAM, SETTINGS
 
 from transport import FoundRings, open_rings
 from transport.claims.deliveries import QueueDepth
 from transport.errors import RingNotFoundError
 from transport.ring.buffer import SharedRingBuffer
-from transport.settings import Settings
+from transport.settings import OperatorSettings, Settings
 
 QUICK = {
     "watchdog_s": 1.5 * PATIENCE, "heartbeat_s": 0.3, "read_timeout_s": 1.0 * PATIENCE, "attempts_per_read": 10,
     "port_quarantine_s": 0.2, "port_quarantine_most_s": 0.4, "linger_s": 60.0, "backoff_most_s": 0.5,
+    "connect_timeout_s": 5.0 * PATIENCE, "handshake_timeout_s": 5.0 * PATIENCE,
 }  # fmt: skip
-SHORT_LEASE = {"claim_lease_s": 1.5}  # of a trainer that is to fail
+OPERATORS = set(OperatorSettings.__struct_fields__)
+SHORT_LEASE = {"claim_lease_s": 1.5 * PATIENCE}  # of a trainer that is to fail
 
 
 class Place:
@@ -40,7 +42,9 @@ class Place:
     def environment(self, **settings: float) -> dict[str, str]:
         """Of the run's processes."""
         wires = {"TRANSPORT_WIRES": "mapped" if self.kind == "mapped" else ",".join(NETWORK)}
-        return wires | {f"TRANSPORT_{name.upper()}": str(value) for name, value in {**QUICK, **settings}.items()}
+        chosen = {**QUICK, **settings}
+        operators = {f"TRANSPORT_{name.upper()}": str(chosen.pop(name)) for name in OPERATORS & chosen.keys()}
+        return wires | operators | {SETTINGS: json.dumps(chosen)}
 
     def open(self) -> FoundRings:
         """The queue, for looking and for claims of the test's own."""

@@ -14,10 +14,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from transport import Trainer, UCXXDataPackerMixin
 from transport.claims.places import OnThisHost
+from transport.config import configuration
 from transport.errors import RingNotFoundError
 from transport.observe.statistics import PackerStatistics
 from transport.packer.consumed_record import ConsumedRecord
@@ -26,6 +28,7 @@ from transport.packer.prefetch import FetchedBatch
 from transport.packer.rollout import Rollout
 from transport.ring.buffer import SharedRingBuffer
 from transport.schema import Schema, UpTo
+from transport.settings import Settings
 from transport.store.directory import Directory
 from transport.store.open import open_store
 from transport.ticket import Ticket
@@ -37,6 +40,12 @@ SCHEMA = Schema.of(data=("uint8", UpTo(SIZE)), number=("int64",))
 LONG_S = 60.0
 DIRECTORY_LEASE_S = 2.0
 MARKED = "= "  # lines that are answers; UCX writes others
+SETTINGS = "TOLD_SETTINGS"  # a variable: settings that a test chooses, as JSON
+
+
+def chosen() -> Settings:
+    """What the operator configured, and what the test chose."""
+    return msgspec.structs.replace(configuration().settings, **json.loads(os.environ.get(SETTINGS, "{}")))
 
 
 def content(number: int) -> np.ndarray:
@@ -104,7 +113,7 @@ class ToldTrainer(Checked):
         """``consumed``: what `record` answered to a former trainer."""
         super().__init__()
         record = ConsumedRecord.from_bytes(bytes.fromhex(consumed)) if consumed else None
-        self.trainer = Trainer(SCHEMA, url, record=record)
+        self.trainer = Trainer(SCHEMA, url, record=record, settings=chosen())
         self.batches: list[Taken] = []
 
     def take(self, n: int, timeout_s: float = LONG_S) -> list[int]:
@@ -192,7 +201,7 @@ class ToldReader(Checked):
         self.places = OnThisHost(url.partition(":")[2])
         directory = Directory(open_store(store), lease_s=DIRECTORY_LEASE_S) if store else None
         self.packer = Reader()
-        self.packer.setup_ucxx_packer(schemas=[SCHEMA], client=ClientOptions(directory=directory))
+        self.packer.setup_ucxx_packer(schemas=[SCHEMA], client=ClientOptions(directory=directory), settings=chosen())
         self.given: set[str] = set()
         self.tickets: list[Ticket] = []
         self.batches: list[FetchedBatch] = []
@@ -295,6 +304,7 @@ class ToldWriter:
             file=file or None,
             rings=rings_of(url),
             server=ServerOptions(addresses=(address,), directory=directory, ports=(port,)),
+            settings=chosen(),
         )
 
     def write(self, first: int, count: int) -> None:
