@@ -307,7 +307,7 @@ model-full: ## the same with the largest configurations besides
 	@$(PYTHON) native/model/check.py --deep
 
 .PHONY: pictures
-pictures: $(VENV)/installed ## docs/top.svg, docs/doctor.svg and docs/trace.png, of real runs
+pictures: $(VENV)/installed ## docs/top.svg and docs/doctor.svg, of real runs
 	@$(BIN)/python benchmarks/pictures.py
 
 .PHONY: simulation

@@ -18,7 +18,6 @@ from transport.client.connections.connection import Link, Want, refusal, wrong_c
 from transport.client.connections.links import Links
 from transport.client.connections.pool import PortKey
 from transport.client.retry import Deadline, Retry, attempts_of_read
-from transport.client.trace import Trace, key_of
 from transport.errors import (
     BufferUnsuitableError,
     ChecksumError,
@@ -32,6 +31,7 @@ from transport.errors import (
     WireNotAllowedError,
 )
 from transport.ring.parts import PayloadPart, Range
+from transport.runtime import spans
 from transport.runtime.timeouts import Timeouts, fail
 from transport.settings import Settings
 from transport.ticket import Ticket
@@ -52,7 +52,6 @@ class RemoteReads:
     Args:
         wires: the wires that may carry payloads; None: any.
         verify: compare checksums with the tickets'.
-        trace: gets the phases of every read.
     """
 
     def __init__(
@@ -61,12 +60,10 @@ class RemoteReads:
         settings: Settings,
         wires: frozenset[Wire] | None,
         verify: bool,
-        trace: Trace | None = None,
     ) -> None:
         self._links = links
         self._settings = settings
         self._verify_checksums = verify
-        self._trace = trace
         self._watch: Timeouts[asyncio.Future[Any]] = Timeouts(fail)
         self._wires = wires
         self.retries = 0
@@ -144,7 +141,7 @@ class RemoteReads:
                 log.info(
                     "payload %s: attempt %d at %s:%d failed: %s",
                     *(ticket.name, number, *port, error),
-                    extra={"ticket": key_of(ticket), "port": host_port(*port), "attempt": number},
+                    extra={"ticket": ticket.id, "port": host_port(*port), "attempt": number},
                 )
                 another = number < len(ports) and links.routes.healthy(links.next_port(ring, ports))
                 try:
@@ -162,8 +159,7 @@ class RemoteReads:
             if pause_s:
                 begun = time.monotonic()
                 await asyncio.sleep(pause_s)
-                if self._trace is not None:
-                    self._trace.span("back-off", key_of(ticket), begun, attempt=number)
+                spans.ended("transport.back_off", begun, attempt=number)
 
     # --- many small ones ------------------------------------------------------------------------------
     async def read_batch(
@@ -214,17 +210,9 @@ class RemoteReads:
         begun = time.monotonic()
 
         def explain(outcome: Any) -> list[TransportError | None] | None:
-            if self._trace is not None:
-                for want in wants:
-                    self._trace.span(
-                        "transfer",
-                        key_of(want.ticket),
-                        begun,
-                        port=host_port(*link.port),
-                        wire=link.wire,
-                        bytes=want.ticket.size,
-                        together=len(wants),
-                    )
+            spans.ended(
+                "transport.transfer", begun, port=host_port(*link.port), wire=link.wire, bytes=size, payloads=len(wants)
+            )
             return None if outcome == 0 else link.outcomes(wants, outcome)
 
         return self._exchange(link, lambda: self._links.request(link, wants), explain, size, deadline)
@@ -284,8 +272,7 @@ class RemoteReads:
             actual = await want.destination[2].checksum()
         else:
             actual = await asyncio.to_thread(_ring.checksum, want.destination)
-        if self._trace is not None:
-            self._trace.span("verify", key_of(want.ticket), begun, bytes=want.ticket.size)
+        spans.ended("transport.verify", begun, bytes=want.ticket.size)
         return None if actual == expected else wrong_checksum(want, actual)
 
     async def _checkout(self, port: PortKey, ticket: Ticket, deadline: Deadline) -> Link:
@@ -300,8 +287,7 @@ class RemoteReads:
             if isinstance(error, TransportError):
                 raise
             raise DeadlineExceededError(f"{host_port(*port)}: no connection before the deadline") from error
-        if self._trace is not None:
-            self._trace.span("connect", key_of(ticket), begun, port=host_port(*port))
+        spans.ended("transport.connect", begun, port=host_port(*port))
         return link
 
     def close(self) -> None:

@@ -10,7 +10,6 @@ from transport.client.client import UCXXClient, WirePolicy
 from transport.client.connections.warming import CONCURRENCY
 from transport.client.device_reads import DeviceReceive, target_of
 from transport.client.payload import AckMode, ClientStatistics, ReadOutcome, ReceivedPayload
-from transport.client.trace import Trace
 from transport.errors import UsageError
 from transport.runtime.loop_thread import LoopThread
 from transport.schema import Schema
@@ -49,7 +48,6 @@ class BlockingClient:
         device_receive: DeviceReceive = "staged",
         directory: Directory | None = None,
         settings: Settings = DEFAULTS,
-        trace: Trace | None = None,
     ) -> None:
         async def make(thread: LoopThread) -> UCXXClient:
             client = UCXXClient(
@@ -62,7 +60,6 @@ class BlockingClient:
                 device_receive=device_receive,
                 directory=directory,
                 settings=settings,
-                trace=trace,
             )
             thread.closes(client.close)
             return client

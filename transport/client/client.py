@@ -27,7 +27,6 @@ from transport.client.mapped import MappedRings
 from transport.client.payload import AckMode, ClientStatistics, ReadOutcome, ReceivedPayload
 from transport.client.reading import Reads
 from transport.client.status_socket import StatusSocket
-from transport.client.trace import Trace, key_of
 from transport.devices.buffers import BufferPool
 from transport.errors import ClosedError, UsageError
 from transport.runtime.event_loop import check_loop
@@ -62,7 +61,6 @@ class UCXXClient:
             there, copied on the stream; "direct": UCX writes large ones into it, where its context knows device memory
             (for RDMA; over shm and tcp staging is as fast or faster, docs/GPU.md).
         directory: where servers publish themselves; asked when a ticket's own ports do not answer.
-        trace: records the phases of each read.
     """
 
     def __init__(
@@ -77,7 +75,6 @@ class UCXXClient:
         device_receive: DeviceReceive = "staged",
         directory: Directory | None = None,
         settings: Settings = DEFAULTS,
-        trace: Trace | None = None,
     ) -> None:
         if ack not in ("on_arrival", "on_consumed", "manual"):
             raise UsageError(f"ack={ack!r}; choose 'on_arrival', 'on_consumed' or 'manual'")
@@ -97,12 +94,11 @@ class UCXXClient:
         self._links = Links(
             self._settings, self._wires, secret, self._mapped.detach_finished, device_memory=device_receive == "direct"
         )
-        self._remote = RemoteReads(self._links, self._settings, self._wires, verify, trace)
+        self._remote = RemoteReads(self._links, self._settings, self._wires, verify)
         self._finder = None if directory is None else Finder(directory)
-        self._trace = trace
         self._verify = verify
         self._buffers = BufferPool()
-        self._deliveries = Deliveries(schemas, ack, self._links, trace)
+        self._deliveries = Deliveries(schemas, ack, self._links)
         self._claims = ClaimConnections(
             self._links, self._settings, self._buffers, {schema.fingerprint: schema for schema in schemas}
         )
@@ -116,7 +112,6 @@ class UCXXClient:
             self._deliveries,
             self._buffers,
             self._finder,
-            trace,
         )
         self._warming = Warming(
             self._links,
@@ -245,11 +240,8 @@ class UCXXClient:
 
     def hand_in(self, ticket: Ticket, rank: int, wire: Wire, data: Any) -> ReceivedPayload:
         """A payload that came without a read, as `read` returns it. Its claim's end is its acknowledgement."""
-        begun = time.monotonic()
         if self._device_reads.always:
             data = self._device_reads.from_host(memoryview(data))
-        if self._trace is not None:
-            self._trace.span("take", key_of(ticket), begun, outcome=wire, rank=rank, bytes=ticket.size)
         return self._deliveries.handed_in(ticket, rank, wire, data)
 
     # --- taking, without tickets ----------------------------------------------------------------------

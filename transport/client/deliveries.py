@@ -21,7 +21,6 @@ from transport.client.connections.links import Links
 from transport.client.connections.pool import PortKey
 from transport.client.device_reads import DevicePayload
 from transport.client.payload import AckMode, ReadOutcome, ReceivedPayload
-from transport.client.trace import Trace, key_of
 from transport.devices.targets import Target
 from transport.errors import ClosedError, SchemaError, StaleSlotError, TransportError
 from transport.ring.buffer import SharedRingBuffer
@@ -37,7 +36,6 @@ class Deliveries:
     Args:
         schemas: of rings whose tickets do not describe their payloads themselves.
         ack: when a payload is acknowledged, see `UCXXClient`.
-        trace: gets the acknowledgements.
 
     Attributes:
         mode: when a payload is acknowledged.
@@ -51,14 +49,12 @@ class Deliveries:
         schemas: Sequence[Schema],
         ack: AckMode,
         links: Links,
-        trace: Trace | None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._schemas = {schema.fingerprint: schema for schema in schemas}
         self.mode: AckMode = ack
         self._links = links
-        self._trace = trace
         self.closed = False
         self.reads = 0
         self.bytes_by_wire: dict[str, int] = {}
@@ -154,8 +150,6 @@ class Deliveries:
         if self.closed:
             raise ClosedError(f"payload {ticket.name} cannot be acknowledged: its client is closed")
         ack = Ack(ticket.ring, ticket.slot, ticket.generation, rank, ticket.key)
-        if self._trace is not None:
-            self._trace.instant("acknowledge", key_of(ticket), rank=rank)
         if threading.get_ident() == self._thread:
             self._tell(ticket, ack, via)
         else:  # a payload is acknowledged where it is used, which may be the trainer's thread

@@ -24,13 +24,13 @@ from transport.client.device_reads import DeviceReads
 from transport.client.mapped import MappedRings
 from transport.client.payload import ReadOutcome, ReceivedPayload
 from transport.client.retry import Deadline
-from transport.client.trace import Trace, key_of
 from transport.devices.buffers import Block, BufferPool, is_short_of_memory
 from transport.devices.targets import Target
 from transport.errors import BufferUnsuitableError, ClosedError, StaleSlotError, TransportError, UsageError
 from transport.ring.buffer import SharedRingBuffer
 from transport.ring.packing import check_destination
 from transport.ring.parts import PayloadPart, field_names
+from transport.runtime import spans
 from transport.runtime.arguments import at_least, seconds, several
 from transport.settings import Settings
 from transport.store.directory import MAY_HAVE_MOVED, Finder
@@ -64,7 +64,6 @@ class Reads:
         deliveries: Deliveries,
         buffers: BufferPool,
         finder: Finder | None,
-        trace: Trace | None,
     ) -> None:
         self._check_open = check_open
         self._settings = settings
@@ -75,7 +74,6 @@ class Reads:
         self._deliveries = deliveries
         self._buffers = buffers
         self._finder = finder
-        self._trace = trace
         self.stale = 0
         self.failed = 0
 
@@ -114,20 +112,16 @@ class Reads:
         """`one` with a deadline. ``spent``: one attempt was made already."""
         read = self._read_here if self._finder is None else self._read_where_it_is
         reading = read(ticket, out, rank, deadline, spent, fields=fields)
-        return reading if self._trace is None else self._traced(self._trace, ticket, rank, reading)
+        return reading if spans.tracer() is None else self._traced(ticket, rank, reading)
 
     @staticmethod
-    async def _traced(trace: Trace, ticket: Ticket, rank: int, reading: Awaitable[ReceivedPayload]) -> ReceivedPayload:
-        begun, outcome = time.monotonic(), "cancelled"
-        try:
+    async def _traced(ticket: Ticket, rank: int, reading: Awaitable[ReceivedPayload]) -> ReceivedPayload:
+        links = spans.links_of([ticket.metadata])
+        with spans.span("transport.read", "CLIENT", links, payload=ticket.id, rank=rank, bytes=ticket.size) as of_read:
             payload = await reading
-            outcome = payload.wire
+            if of_read is not None:
+                of_read.set_attribute("wire", payload.wire)
             return payload
-        except TransportError as error:
-            outcome = type(error).__name__
-            raise
-        finally:
-            trace.span("read", key_of(ticket), begun, outcome=outcome, rank=rank, bytes=ticket.size)
 
     async def _read_where_it_is(
         self, ticket: Ticket, out: Any, rank: int, deadline: Deadline, spent: bool, *, fields: tuple[str, ...] | None
@@ -356,7 +350,11 @@ class Reads:
         if not asked:
             return outcomes, []
         every = [want for *_, wants in asked for want in wants]
-        wire, port, failures = await self._remote.read_batch(every, deadline, _BATCH_BYTES if fields is None else size)
+        links = spans.links_of(ticket.metadata for _, ticket, *_ in asked)
+        with spans.span("transport.read", "CLIENT", links, payloads=len(asked)):
+            wire, port, failures = await self._remote.read_batch(
+                every, deadline, _BATCH_BYTES if fields is None else size
+            )
         if self._finder is not None:
             self._finder.reached(asked[0][1])
         received = self._deliveries.received

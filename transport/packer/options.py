@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from transport.client.device_reads import DeviceReceive
-from transport.client.trace import Trace
 from transport.ring.buffer import Sync
 from transport.ring.overflow import Overflow
 from transport.runtime.decoders import hiding
@@ -66,11 +65,9 @@ class ClientOptions(msgspec.Struct, frozen=True, kw_only=True):
             up comes after its arrival.
         device_receive: how payloads over a wire get there; "direct" is for RDMA.
         directory: asked where a ring is served by now, when a ticket's own ports do not answer.
-        trace: records what each read spends its time on; the caller closes it.
     """
 
     secret: bytes | None = None
     device: str | None = None
     device_receive: DeviceReceive = "staged"
     directory: Directory | None = None
-    trace: Trace | None = None

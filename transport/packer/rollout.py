@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import index
 from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from transport.claims.open import open_rings
 from transport.claims.places import OnThisHost
@@ -33,14 +33,18 @@ from transport.packer.options import RingOptions, ServerOptions
 from transport.packer.with_block import WithBlock, ends_normally
 from transport.ring.buffer import SharedRingBuffer
 from transport.ring.states import RingStatistics
+from transport.ring.writes import Batch as PlannedWrite
 from transport.ring.writes import Tickets, metadata_of
-from transport.runtime import arguments, hurry
+from transport.runtime import arguments, hurry, spans
 from transport.runtime.arguments import seconds
 from transport.schema import Schema
 from transport.server.server import UCXXServer
 from transport.settings import Settings
 from transport.store.directory import Announcement
 from transport.ticket import Ticket
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
 
 log = logging.getLogger(__name__)
 
@@ -234,16 +238,22 @@ class UCXXRolloutMixin(WithBlock):
         metadata = in_group(metadata, group, of, tokens)
         ring = self.ring
 
-        def write(timeout_s: float) -> Ticket:
-            return ring.write(
-                trajectory,
-                metadata=metadata,
-                policy_version=version,
-                deadline_s=deadline_s,
-                timeout_s=timeout_s,
+        def write(metadata: Mapping[str, Any] | None) -> Ticket:
+            return self._written(
+                lambda timeout_s: ring.write(
+                    trajectory,
+                    metadata=metadata,
+                    policy_version=version,
+                    deadline_s=deadline_s,
+                    timeout_s=timeout_s,
+                ),
+                timeout_s,
             )
 
-        return self._written(write, timeout_s)
+        if spans.tracer() is None:
+            return write(metadata)
+        with spans.span("transport.write", "PRODUCER", payloads=1) as of_write:
+            return _carrying(of_write, [metadata], lambda each: write(*each))
 
     def write_many_to_buffer(
         self,
@@ -266,21 +276,22 @@ class UCXXRolloutMixin(WithBlock):
         ends the call midway.
         """
         version = arguments.number_or_none(policy_version, "policy_version of write_many_to_buffer()")
-        if group is not None or of is not None or tokens is not None:
-            trajectories = list(trajectories)
-            metadata = _in_group(metadata, len(trajectories), group, of, tokens)
-        batch = self.ring.plan_many(
-            trajectories,
-            metadata=metadata,
-            policy_version=version,
-            deadline_s=deadline_s,
-        )
         give_up = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+        trajectories = list(trajectories)
+        each_has: Sequence[Mapping[str, Any] | None] = metadata_of(metadata, len(trajectories))
+        if group is not None or of is not None or tokens is not None:
+            each_has = _in_group(each_has, group, of, tokens)
 
-        def write_some() -> None:
-            self._written(batch.write, None if timeout_s is None else max(give_up - time.monotonic(), 0.0))
+        def plan(metadata: Sequence[Mapping[str, Any] | None]) -> PlannedWrite:
+            return self.ring.plan_many(trajectories, metadata=metadata, policy_version=version, deadline_s=deadline_s)
 
-        return batch.write_all(write_some)
+        with spans.span("transport.write", "PRODUCER", payloads=len(trajectories)) as of_write:
+            batch = _carrying(of_write, each_has, plan)
+
+            def write_some() -> None:
+                self._written(batch.write, None if timeout_s is None else max(give_up - time.monotonic(), 0.0))
+
+            return batch.write_all(write_some)
 
     def end_group(self, group: str, *, timeout_s: float | None = None) -> Ticket:
         """Say that no more samples of this group come: for a group that was written without ``of``, or stays short.
@@ -302,20 +313,26 @@ class UCXXRolloutMixin(WithBlock):
                 _check_wait(full, give_up)
 
 
+def _carrying(
+    of_write: Span | None,
+    metadata: Sequence[Mapping[str, Any] | None],
+    write: Callable[[Sequence[Mapping[str, Any] | None]], T],
+) -> T:
+    """Write tickets that carry the context of a span, or, where they have no room for it, without."""
+    if of_write is not None:
+        with contextlib.suppress(UsageError):
+            return write([spans.with_context(each, of_write) for each in metadata])
+    return write(metadata)
+
+
 def _in_group(
-    metadata: Mapping[str, Any] | Iterable[Mapping[str, Any] | None] | None,
-    count: int,
-    group: str | None,
-    of: int | None,
-    tokens: Sequence[int] | None,
+    metadata: Sequence[Mapping[str, Any] | None], group: str | None, of: int | None, tokens: Sequence[int] | None
 ) -> list[Mapping[str, Any] | None]:
-    """The metadata of each of so many samples of a group."""
-    weights: Sequence[int | None] = [None] * count if tokens is None else tokens
-    if len(weights) != count:
-        raise UsageError(f"{len(weights)} numbers of tokens for {count} payloads")
-    return [
-        in_group(each, group, of, weight) for each, weight in zip(metadata_of(metadata, count), weights, strict=True)
-    ]
+    """Return the metadata of each of the samples of a group."""
+    weights: Sequence[int | None] = [None] * len(metadata) if tokens is None else tokens
+    if len(weights) != len(metadata):
+        raise UsageError(f"{len(weights)} numbers of tokens for {len(metadata)} payloads")
+    return [in_group(each, group, of, weight) for each, weight in zip(metadata, weights, strict=True)]
 
 
 def _close(ring: SharedRingBuffer, server: UCXXServer | None, waited_s: float) -> None:

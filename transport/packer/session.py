@@ -207,7 +207,6 @@ async def make_client(
         device=options.device,
         device_receive=options.device_receive,
         directory=options.directory,
-        trace=options.trace,
     )
     thread.closes(client.close)
     return client

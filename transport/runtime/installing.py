@@ -22,6 +22,7 @@ PACKAGES: Final[dict[str, tuple[str, ...]]] = {
     "hf": ("fsspec>=2024.6", "huggingface_hub>=0.24"),
     "torch": ("torch>=2.6",),
     "torchrun": ("torch>=2.5",),  # the first that reads the entry points of other packages
+    "otel": ("opentelemetry-api>=1.20",),
     "images": ("pillow>=10.0",),
     "demo": ("gymnasium>=1.0",),
     "bench": ("matplotlib>=3.9", "xxhash>=3.4"),

@@ -9,7 +9,7 @@ claimed ──consume──► asked ──(the rings' answers)──► consume
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Final, Literal, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +19,12 @@ from transport.claims.taken_part import TakenPart
 from transport.errors import UsageError
 from transport.ring.batch import Gathered
 from transport.ring.batch_shape import Shape
+from transport.runtime import spans
 from transport.schema import Schema
 from transport.training.payloads import Payloads
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
 
 Claimed = _ring.ClaimedBatch | TakenPart
 
@@ -48,6 +52,7 @@ class Batch(Payloads):
 
     Attributes:
         parts: what was claimed of each ring; the claims are the batch's to end.
+        claimed_in: span of the claim; None where the program has no OpenTelemetry.
     """
 
     parts: Sequence[Claimed]
@@ -66,6 +71,7 @@ class Batch(Payloads):
         self._state: Literal["claimed", "accepted", "asked", "in question", "consumed", "given back"] = "claimed"
         self._finished: dict[int, bytes] = {}  # answers of mapped rings, by part
         self._verdicts: npt.NDArray[np.bool_] = _NONE
+        self.claimed_in: Span | None = None
 
     def __repr__(self) -> str:
         return f"<Batch of {len(self)} payloads, {int(self.sizes.sum())} bytes, {self._state}>"
@@ -90,6 +96,10 @@ class Batch(Payloads):
         if self._state in ("asked", "consumed"):
             return
         self._require("consume")
+        with spans.span("transport.consume", links=spans.links_to(self.claimed_in), payloads=len(self)):
+            self._ask_to_consume()
+
+    def _ask_to_consume(self) -> None:
         keep = self._gathered is None or self._shape.layout == "list"  # payloads stay where they are
         for at, part in enumerate(self.parts):
             if isinstance(part, TakenPart):

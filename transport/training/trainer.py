@@ -19,10 +19,10 @@ import socket
 import time
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Final, Literal, Self, Unpack
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, Unpack
 
 import msgspec
 import numpy as np
@@ -53,7 +53,7 @@ from transport.ring.batch import Gathered, columns_of
 from transport.ring.batch_shape import Shape, ShapeArguments
 from transport.ring.claiming import check_claim
 from transport.ring.consumers import check_consumer
-from transport.runtime import hurry
+from transport.runtime import hurry, spans
 from transport.runtime.arguments import at_least, one_of, seconds
 from transport.runtime.logs import SAY_AGAIN_S, LogLimit
 from transport.runtime.loop_thread import LoopThread
@@ -84,6 +84,7 @@ _FILL_S: Final = 1.0
 _CROWDED: Final = 0.75  # of a ring's slots, held by groups that wait: a warning says so
 _UNANSWERED: Final = 2  # batches whose `consume` has no answer yet, beside the one that is taken
 _ORIGIN: Final = ORIGIN.encode()
+_CONTEXT: Final = spans.CONTEXT.encode()
 Delivery = tuple[str, int, int, int]  # ring, slot, generation, rank
 _HELD_S: Final = 1.0  # until what another batch of this trainer has is claimed again
 
@@ -234,7 +235,19 @@ class Trainer:
             if self._book.unanswered:
                 self._book.settle(_UNANSWERED)
             self._book.let_go_of_slots()
-            return self._take(n, time.monotonic() + timeout_s, fill_s)
+            begun = time.monotonic()
+            batch = self._take(n, begun + timeout_s, fill_s)
+            if batch is not None and spans.tracer() is not None:
+                batch.claimed_in = spans.ended(
+                    "transport.claim",
+                    begun,
+                    kind="CONSUMER",
+                    links=spans.links_of(_of_traced_writes(batch)),
+                    payloads=len(batch),
+                    bytes=int(batch.sizes.sum()),
+                    trainer=self._name,
+                )
+            return batch
 
     def _take(self, n: int, give_up: float, fill_s: float) -> Batch | None:
         oldest = None if self._max_age is None else self._oldest(self._max_age)
@@ -700,6 +713,14 @@ class Record:
                 ageless,
                 len(batch),
             )
+
+
+def _of_traced_writes(batch: Batch) -> Iterator[Mapping[str, Any]]:
+    """Iterate over the metadata of the payloads whose writes were traced."""
+    for part in batch.parts:
+        for note in map(part.note, range(len(part))):
+            if _CONTEXT in note:
+                yield Ticket.decode(note).metadata
 
 
 def deliveries(batch: Batch) -> Iterator[Delivery]:

@@ -15,6 +15,7 @@ from transport.errors import (
     WeightsChecksumError,
     WeightsTimeoutError,
 )
+from transport.runtime import spans
 from transport.runtime.error_text import error_text
 from transport.weights.plan.admission import AdmissionEvent
 from transport.weights.plan.steps import (
@@ -179,6 +180,10 @@ class Run:
     # --- the phases -----------------------------------------------------------------------------------------------
     async def drive(self) -> None:
         """Run all steps. If changes gave wrong bytes, nothing is committed before the whole version has been sent."""
+        with spans.span("transport.weights.update", version=self._version, replicas=len(self._replicas)):
+            await self._drive()
+
+    async def _drive(self) -> None:
         until = time.monotonic() + self._limits.total
         try:
             await self._stage(until)
@@ -304,7 +309,11 @@ class Run:
             self._on_step(step, tuple(members))
         except Exception:  # an observer's error must not leave replicas paused
             log.exception("the on_step callback failed at step %s", step)
-        failed = self._topology() if step is Step.TOPOLOGY else await self._asking(step, members, limit_s)
+        with spans.span(f"transport.weights.{step}", members=list(members), version=self._version) as of_step:
+            failed = self._topology() if step is Step.TOPOLOGY else await self._asking(step, members, limit_s)
+            for _, error in failed:
+                if of_step is not None:
+                    of_step.record_exception(error)
         for name, error in failed:
             self._fail(step, name, error)
         before, took = self.steps_s.get(step.value, 0.0), time.monotonic() - begun
