@@ -236,6 +236,26 @@ def test_what_was_staged_and_not_committed_is_dropped(barrier: UpdateBarrier) ->
         assert all(serves(model, 3) for model in models)
 
 
+def test_a_stage_that_is_given_up_calls_nothing_of_a_rank_that_is_mixed(barrier: UpdateBarrier) -> None:
+    loads: list[object] = []
+
+    def fail(arrays: object) -> None:
+        raise MemoryError("no room")
+
+    with everyone_of(barrier) as (everyone, models, update):
+        assert update(1) == [None] * 4
+        load, everyone[3].load_tensors = everyone[3].load_tensors, fail
+        assert isinstance(update(2)[3], MemoryError)
+        assert everyone[3].mixed
+        everyone[3].load_tensors = loads.append
+        for version in (3, 4):  # the thread of a stage is none of the framework's
+            assert together(*(partial(barrier.stage, member, version) for member in everyone)) == [None] * 4
+        assert loads == []
+        everyone[3].load_tensors = load
+        assert update(5) == [None] * 4
+        assert all(serves(model, 5) for model in models)
+
+
 def test_a_rank_that_lost_its_way_to_the_store_is_not_counted(
     barrier: UpdateBarrier, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -281,7 +281,7 @@ class Taker:
             self._switch.load(taken)
         except BaseException as error:
             try:
-                self._switch.go_back(lambda: self._held)
+                self._switch.go_back(taken, lambda: self._held)
             except Exception as second:
                 error.add_note(f"the version before was not restored: {error_text(second)}")
             raise

@@ -64,7 +64,7 @@ class ReceivedWeights:
         """Serve the version before again, if there is one. In place it is gone: nothing is proven."""
         landed, self.landed = self.landed, None
         if landed is not None:
-            self.switch.go_back(self._before)
+            self.switch.go_back(landed, self._before)
 
     def _before(self) -> ShardHeld | None:
         self._engine.revert()

@@ -144,18 +144,21 @@ class VersionSwitch(Generic[V]):
         """Serve the version that was loaded last: it is decided that it stays."""
         self._apply(WorkerEvent.KEPT)
 
-    def go_back(self, before: Callable[[], V | None]) -> None:
-        """Serve the version before again; ``before`` drops the one after it, when no call to the worker reads that.
+    def go_back(self, version: V, before: Callable[[], V | None]) -> None:
+        """Serve the version before again, if the load of ``version`` has begun; else no method of the worker is called.
 
-        None: there is no version before, and what was there is gone if it was touched.
+        ``before`` drops ``version``, when no call to the worker reads it, and returns the one before. None: there is
+        none, and what was there is gone.
         """
         self._staged = None
-        version = before()
-        if version is not None and self.version is not version:
-            self.load(version)
-            self.keep()
-        elif version is None and self.state is not WorkerState.UNTOUCHED:
+        older = before()
+        if self._version is not version:
+            return
+        if older is None:
             self.changed()
+        else:
+            self.load(older)
+            self.keep()
 
     def prove(self) -> V | None:
         """Return the version that is served; None: unknown. Raises WeightsChecksumError if other weights are served."""
