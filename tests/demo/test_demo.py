@@ -6,6 +6,8 @@ import importlib.util
 import json
 import os
 import signal
+import socket
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -67,6 +69,19 @@ def test_missing_the_target_fails_in_one_line_after_the_summary(tmp_path: Path) 
     assert status == 1
     assert out.startswith("payloads  16 episodes")
     assert err.splitlines()[-1].startswith("transport demo: ")
+
+
+@pytest.mark.ucx
+@pytest.mark.slow
+def test_the_trainers_metrics_are_served_while_it_runs(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with running(tmp_path, "--episodes", AT_WORK, "--metrics-port", str(port)) as demo:
+        demo.until_at_work()
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
+            assert b"transport_queue_" in answer.read()
+        demo.process.send_signal(signal.SIGINT)
+        demo.finished()
 
 
 # --- what goes wrong ------------------------------------------------------------------------------

@@ -40,6 +40,10 @@ def demo(
     target: Annotated[
         float, typer.Option(min=0, help="Least ratio of the mean returns of the last and the first tenth.")
     ] = _TARGET,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help="Port of the trainer's metrics. Default: no metrics."),
+    ] = None,
     json_target: JsonTarget = None,
 ) -> int:
     """Run the main job: rollouts play CartPole, a trainer takes their episodes and improves the policy.
@@ -57,7 +61,15 @@ def demo(
 
     signal.signal(signal.SIGTERM, _stop)  # as Ctrl-C: everything ends in order
     name = segment_prefix("demo")  # its segments end with the command, however that ends
-    options = Options(run=name, rollouts=rollouts, episodes=episodes, readers=readers, wire=_wires(wire), seed=seed)
+    options = Options(
+        run=name,
+        rollouts=rollouts,
+        episodes=episodes,
+        readers=readers,
+        wire=_wires(wire),
+        seed=seed,
+        metrics_port=metrics_port,
+    )
     try:
         with _progress(episodes) as shown, owning_segment(f"transport-offers-{name}"):
             summary = Summary.of(run(options, shown), options)

@@ -9,6 +9,7 @@ Copy it and put your own model in the place of `Policy`. Parts of the transport:
 from __future__ import annotations
 
 import multiprocessing
+import os
 import secrets
 import time
 from collections import Counter
@@ -49,6 +50,7 @@ class Options:
     readers: int = 1
     wire: Any = "auto"
     seed: int = 0
+    metrics_port: int | None = None  # of the first trainer's process
 
 
 @dataclass(kw_only=True)
@@ -224,6 +226,8 @@ def run(options: Options, shown: Callable[[Report], None]) -> Report:
     try:
         for process in processes:
             process.start()
+        if options.metrics_port is not None:  # behind the start of the others, which would want the port as well
+            os.environ["TRANSPORT_METRICS_PORT"] = str(options.metrics_port)
         report = train(rings, 0, options, shown, failed)
         if why := failed():
             raise RunError(f"{why} before its work was done")
