@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import secrets
 from collections.abc import Iterator
 from typing import Any
@@ -166,7 +167,7 @@ def test_a_version_that_was_taken_over_a_wire_is_no_fault(offered: Any, capfd: p
 def test_weights_on_offer_are_no_run_to_read_from(place: str) -> None:
     with open_rings(place) as queue, Offers(SCHEMA, queue) as offers, open_rings(f"{place}other-") as other:
         offers.publish(weights_of(1), 1)
-        assert "offers" not in str(other.why_nothing()).replace(place, "")
+        assert "rings:offers-" not in re.split(r"[ ,()]+", str(other.why_nothing()))  # as its ring would be told
 
 
 def test_versions_on_offer_take_little_more_memory_than_four_of_them(place: str) -> None:
