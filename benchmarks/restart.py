@@ -198,10 +198,9 @@ def ring_of(life: Life, index: int, file: Path | None) -> Iterator[SharedRingBuf
             SCHEMA,
             f"rings:{life.prefix}",
             slots=SLOTS,
-            file=file,
             mode="thread",
             drain_s=0.0,
-            ring=RingOptions(sync=sync),
+            ring=RingOptions(file=file, sync=sync),
             server=ServerOptions(ports=(port,), addresses=(host.address,)),
         ) as rollout,
     ):

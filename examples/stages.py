@@ -52,7 +52,7 @@ def reference(run: str) -> None:
 def train(run: str, number: int) -> None:
     trained = 0
     rings = f"rings:{run}-referenced-"
-    with Trainer(REFERENCE, rings, joined=True, parents=[ROLLOUT], expected_rollouts=1) as trainer:
+    with Trainer(REFERENCE, rings, joined=[ROLLOUT], expected_rollouts=1) as trainer:
         print("ready", flush=True)
         for batch in trainer.batches(2):
             for payload in batch:

@@ -23,7 +23,7 @@ from transport.config import configuration
 from transport.errors import RingNotFoundError
 from transport.observe.statistics import PackerStatistics
 from transport.packer.consumed_record import ConsumedRecord
-from transport.packer.options import ClientOptions, ServerOptions
+from transport.packer.options import ClientOptions, RingOptions, ServerOptions
 from transport.packer.prefetch import FetchedBatch
 from transport.packer.rollout import Rollout
 from transport.ring.buffer import SharedRingBuffer
@@ -301,7 +301,7 @@ class ToldWriter:
             SCHEMA,
             slots=slots,
             name=name or None,
-            file=file or None,
+            ring=RingOptions(file=file or None),
             rings=rings_of(url),
             server=ServerOptions(addresses=(address,), directory=directory, ports=(port,)),
             settings=chosen(),

@@ -16,7 +16,6 @@ from found_rings import LONG_S
 from helpers import eventually
 
 from transport import Schema, SharedRingBuffer, Ticket, Trainer, UCXXServer, UpTo
-from transport.errors import UsageError
 from transport.joined import PARENTS, JoinedPayload, Parent, with_parents, write_group
 from transport.packer.consumed_record import ConsumedRecord
 from transport.training.batch import Batch
@@ -81,7 +80,7 @@ def trainer(stages: Stages) -> Iterator[Make]:
     opened: list[Trainer] = []
 
     def make(**options: Any) -> Trainer:
-        of = {"schema": REWARD, "rings": f"rings:{stages.run}", "parents": OF_PARENTS, "joined": True}
+        of = {"schema": REWARD, "rings": f"rings:{stages.run}", "joined": OF_PARENTS}
         opened.append(Trainer(**{"wire": {"mapped", "tcp"}, **of, **options}))
         return opened[-1]
 
@@ -129,11 +128,6 @@ def test_payloads_of_parents_schemas_are_read_and_not_taken(stages: Stages, trai
     assert consume(batch) == ["p0", "p1", "p2"]
     assert loop.take(9) is None
     batch.release()
-
-
-def test_schemas_of_parents_are_for_joined_payloads(trainer: Make) -> None:
-    with pytest.raises(UsageError, match="joined=True"):
-        trainer(joined=False)
 
 
 def test_a_part_that_is_gone_fails_alone_and_frees_the_others(
@@ -202,7 +196,7 @@ import msgspec
 from transport import Schema, Trainer
 
 parents, [schema] = ([Schema.from_json(each) for each in given] for given in msgspec.json.decode(sys.argv[2]))
-trainer = Trainer(schema, sys.argv[1], parents=parents, joined=True, wire={"mapped"})
+trainer = Trainer(schema, sys.argv[1], joined=parents, wire={"mapped"})
 batch = trainer.take(1, 30.0)
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -226,7 +220,7 @@ def test_what_a_killed_trainer_had_comes_whole_to_the_next(stages: Stages, train
 
 def test_without_joined_the_parents_are_a_field(stages: Stages, trainer: Make) -> None:
     stages.write(1)
-    [payload] = taken(trainer(joined=False, parents=()), 1)
+    [payload] = taken(trainer(joined=False), 1)
     assert not isinstance(payload.fields, JoinedPayload)
     assert len(payload["parents"]) == 2
 
@@ -235,7 +229,7 @@ def test_a_parent_whose_schema_is_unknown_is_an_error_that_names_it(
     stages: Stages, trainer: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     rolled, *_ = stages.write(1)
-    loop = trainer(parents=[REFERENCE])
+    loop = trainer(joined=[REFERENCE])
     assert loop.take(1, 1.0) is None
     assert any("schema" in each and rolled.ring[:4] in each for each in caplog.messages)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -22,12 +23,15 @@ class RingOptions(msgspec.Struct, frozen=True, kw_only=True):
         overflow: what a full ring does.
         consumers: names of the stages that each see every payload once, or names with how many ranks each has; the
             worker's ``readers`` are these then.
+        file: where the ring lies instead of /dev/shm. What is unread when the worker ends, in whatever way, waits there
+            for the next one.
         sync: of a ring in a file; "publish": what is published outlives a loss of power.
     """
 
     slot_bytes: int | None = None
     overflow: Overflow = "block"
     consumers: Sequence[str] | Mapping[str, int] | None = None
+    file: str | os.PathLike[str] | None = None
     sync: Sync = "never"
 
 

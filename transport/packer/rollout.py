@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import index
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import msgspec
 
 from transport.claims.open import open_rings
 from transport.claims.places import OnThisHost
@@ -76,7 +77,6 @@ class UCXXRolloutMixin(WithBlock):
         *,
         slots: int = 64,
         name: str | None = None,
-        file: str | os.PathLike[str] | None = None,
         readers: int = 1,
         mode: Literal["process", "thread"] = "process",
         ring: RingOptions = _RING,
@@ -90,9 +90,6 @@ class UCXXRolloutMixin(WithBlock):
                 over its old ring with what is unread in it. A name that does not begin as trainers look for it
                 (``rings:NAME``; without ``rings`` as ``rings:`` does) gets this beginning, and with a directory that of
                 its run: a ring that another run has left is not taken over.
-            file: where the ring lies instead of /dev/shm, see `SharedRingBuffer.create`. What is unread when the worker
-                ends, in whatever way, waits there for the next one; ``RingOptions(sync=…)`` says whether also for the
-                host's next start after a loss of power.
             rings: of the run that this ring belongs to, as text (``"rings:NAME"``, ``"rings+redis://…"``) or as
                 `open_rings` gave them; None: those of this host whose trainers were given none either.
             readers: how many ranks read each payload; with ``RingOptions(consumers=…)`` all of theirs.
@@ -111,6 +108,9 @@ class UCXXRolloutMixin(WithBlock):
         self.cleanup_ucxx()
         self._ucxx_ends = True
         operator = configuration()
+        settings = operator.settings if settings is None else settings
+        if server.linger_s is not None:
+            settings = msgspec.structs.replace(settings, linger_s=server.linger_s)
         run = self._ucxx_opened = open_rings(rings) if isinstance(rings, str) else None
         if not isinstance(rings, str):
             run = rings
@@ -127,7 +127,7 @@ class UCXXRolloutMixin(WithBlock):
                 prefix=places.prefix,
                 overflow=ring.overflow,
                 consumers=readers if ring.consumers is None else ring.consumers,
-                file=file,
+                file=ring.file,
                 sync=ring.sync,
             )
             made.readers_of(None if readers == 1 else readers)
@@ -136,11 +136,10 @@ class UCXXRolloutMixin(WithBlock):
                 server.ports,
                 addresses=server.addresses or operator.addresses or None,
                 bind=operator.bind,
-                settings=operator.settings if settings is None else settings,
+                settings=settings,
                 secret=operator.secret() if server.secret is None else server.secret,
                 wires=operator.server_wires if server.wires is None else server.wires,
                 mode=mode,
-                linger_s=server.linger_s,
                 log_level=operator.log_level,
                 log_format=operator.log_format,
             ).start()
@@ -369,7 +368,7 @@ class Rollout(UCXXRolloutMixin):
 
     Args:
         drain_s: at the end of its ``with``, wait this long for payloads that are not consumed yet: they are lost
-            with the ring, unless it lies in a ``file``. Not where an exception other than StopRequestedError ends it.
+            with the ring, unless that lies in a file. Not where an exception other than StopRequestedError ends it.
             `close` waits for its own ``drain_s``. Default: 30 s, but until 2 s after the signal where one ends the
             program, also during this wait: the trainers may be ending, too. That is for a ``with`` inside
             `until_stopped`, whose end forgets the signal.
@@ -384,7 +383,6 @@ class Rollout(UCXXRolloutMixin):
         *,
         slots: int = 64,
         name: str | None = None,
-        file: str | os.PathLike[str] | None = None,
         readers: int = 1,
         mode: Literal["process", "thread"] = "process",
         ring: RingOptions = _RING,
@@ -400,7 +398,6 @@ class Rollout(UCXXRolloutMixin):
             schema,
             slots=slots,
             name=name,
-            file=file,
             rings=rings,
             readers=readers,
             mode=mode,

@@ -17,15 +17,13 @@ import time
 from collections.abc import Sequence
 from typing import Literal, NoReturn, Self
 
-import msgspec
-
 from transport import _ring
 from transport.config import LogFormat, LogLevel
 from transport.errors import BusyPortError, ConfigurationError, RingError, UsageError
 from transport.ring.attachment import attached, file_of
 from transport.ring.buffer import MAX_READERS, SharedRingBuffer
 from transport.runtime import hurry, stacks
-from transport.runtime.arguments import seconds, several
+from transport.runtime.arguments import several
 from transport.server.process import ListenerConfig
 from transport.server.running import OneThread, Processes
 from transport.settings import DEFAULTS, Settings
@@ -54,8 +52,6 @@ class UCXXServer:
         secret: shared secret that clients must prove to have.
         wires: the wires UCX may use ("shm", "tcp", "rdma", "cuda"); None: UCX chooses.
         mode: "process" or "thread", see above.
-        linger_s: how long listeners outlive a killed writer that left unread payloads; 0: not at all; default from
-            settings.
         log_level, log_format: of what supervisor and listeners write to standard error.
     """
 
@@ -70,12 +66,10 @@ class UCXXServer:
         secret: bytes | None = None,
         wires: frozenset[Wire] | None = None,
         mode: Literal["process", "thread"] = "process",
-        linger_s: float | None = None,
         log_level: LogLevel = "WARNING",
         log_format: LogFormat = "text",
     ) -> None:
         ports = [operator.index(port) for port in ports]
-        seconds(linger_s, "linger_s")
         if addresses is not None:
             addresses = several(addresses, "addresses")
         if mode not in ("process", "thread"):
@@ -87,8 +81,6 @@ class UCXXServer:
                 raise UsageError(f"port {port} is not in 0..65535 (0: assigned by the system)")
         if len(set(filter(None, ports))) != len([port for port in ports if port]):
             raise UsageError(f"ports {tuple(ports)} name one port twice")
-        if linger_s is not None:
-            settings = msgspec.structs.replace(settings, linger_s=linger_s)
         self._ring = ring
         self._wanted = tuple(ports)
         if addresses is None:

@@ -104,7 +104,7 @@ class Trainer:
             what another one had.
         mesh: the ranks that train one model together, for `steps`; None: this process alone.
         joined: a payload that names its parents (docs/PAYLOADS.md) has the fields of all parts, and is consumed with
-            them; ``parents`` are their schemas, of what is read and not taken.
+            them. True, or the parents' schemas, where those are not in ``schema``: they are read and not taken.
         expected_rollouts: how many rollouts have to end before `finished`; None: those that this trainer has seen.
         name: of this trainer, in the rings' reports; default host and process id.
         wire, settings, client: of the connections; default as the operator configured them.
@@ -130,8 +130,7 @@ class Trainer:
         max_age: int | None = None,
         record: ConsumedRecord | bytes | None = None,
         mesh: Mesh | None = None,
-        joined: bool = False,
-        parents: Sequence[Schema] = (),
+        joined: bool | Sequence[Schema] = False,
         expected_rollouts: int | None = None,
         name: str | None = None,
         wire: WirePolicy | None = None,
@@ -151,11 +150,10 @@ class Trainer:
                 'ClientOptions(device=…) is for reads by ticket: give layout="padded" or "packed", and memory="torch", '
                 "for batches and steps in device memory"
             )
-        if parents and not joined:
-            raise UsageError("parents are schemas of what is read with a payload: give joined=True as well")
-        if joined and self._shape.layout != "list":
+        self._joined = joined is not False
+        if self._joined and self._shape.layout != "list":
             raise UsageError("joined=True has payloads of several schemas in one: use batch.payloads, without a layout")
-        self._joined = joined
+        parents = [] if isinstance(joined, bool) else joined
         self._rank = check_consumer(rank, "rank") if isinstance(rank, str) else rank
         check_claim(1, self._rank)
         self._max_age = None if max_age is None else at_least(0, max_age, "max_age")

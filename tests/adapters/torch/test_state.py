@@ -66,7 +66,7 @@ def rollout(tmp_path: Path) -> Iterator[Rollout]:
     url = f"rings:state-{secrets.token_hex(4)}-"
     with open_rings(url) as queue:
         file = tmp_path / "ring"
-        made = Rollout(torch_loop.SCHEMA, slots=32, file=file, rings=queue, mode="thread", ring=RingOptions())
+        made = Rollout(torch_loop.SCHEMA, slots=32, rings=queue, mode="thread", ring=RingOptions(file=file))
         made.url = url  # type: ignore[attr-defined]
         for step in range(1, 21):
             made.write_to_buffer({"tokens": np.arange(step, dtype=np.int32), "step": step})

@@ -68,10 +68,9 @@ class _Served:
                     self.ring,
                     addresses=operator.addresses or None,
                     bind=operator.bind,
-                    settings=operator.settings,
+                    settings=msgspec.structs.replace(operator.settings, linger_s=options.linger_s),
                     secret=secret,
                     wires=operator.server_wires,
-                    linger_s=options.linger_s,
                 ).start()
         except BaseException:  # an interrupt, too: the segment would stay
             self.ring.close()
