@@ -182,6 +182,20 @@ def test_whoever_waits_at_a_gate_whose_hosts_all_die_gives_up(run: SimulatedRun)
     assert isinstance(alone.session.view.error, JoinTimeoutError)
 
 
+def test_a_place_that_cannot_be_read_ends_its_round_and_nobody(run: SimulatedRun) -> None:
+    members = run.joined(3)
+    run.run(3)
+    run.store.put(members[1].session.keys.place(1, members[1].session._member.slot), b"\xff")
+    for _ in range(4):
+        run.run(3)
+        for each in members:
+            if each.state is State.AWAY:
+                each.do(each.session.join)
+    assert [each.session.view.error for each in members] == [None] * 3
+    assert run.round().number == 2
+    assert sorted(each.session.view.place.rank for each in members) == [0, 1, 2]
+
+
 def test_too_many_rounds_fail_the_run(tmp_path: Path) -> None:
     with SimulatedRun(tmp_path, Rules(least=1, most_rounds=2)) as run:
         alone = run.joined(1)[0]

@@ -34,7 +34,7 @@ from transport.rendezvous.records import Closing, Keys, Phase, Place, Reason, Ro
 from transport.rendezvous.rules import Rules
 from transport.runtime.error_text import reportable
 from transport.store.base import ABSENT, Store
-from transport.store.stored import decode, encode
+from transport.store.stored import decode, encode, readable
 
 log = logging.getLogger(__name__)
 
@@ -298,7 +298,9 @@ class Session:
         round_entry, host_entry = entries[:2]
         place_entry = entries[2] if len(entries) > 2 else None
         current = None if round_entry is None else decode(Round, keys[0], round_entry.value)
-        place = None if place_entry is None else decode(Place, keys[2], place_entry.value)
+        place = None if place_entry is None else readable(Place, keys[2], place_entry)
+        if place_entry is not None and place is None:
+            self.surrender()  # a member with a rank that nobody can learn is as gone
         if place is not None and (place.member != self.name or place.round != member.round):
             place = None  # of an earlier round or member
         self.version = ABSENT if round_entry is None else round_entry.version
@@ -339,7 +341,7 @@ class Session:
         if version is None:
             # The answer to an earlier try may have been lost; what stands there decides.
             entry = self._store.get(seated.key)
-            if entry is None or decode(Seat, seated.key, entry.value) != said:
+            if entry is None or entry.value != encode(said):
                 self._seat_lost()
                 return
             version = entry.version
