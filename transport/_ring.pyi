@@ -8,7 +8,7 @@ out of range, and RingError with its kinds for what the segment or the system re
 """
 
 from collections.abc import Sequence
-from typing import Any, final, overload
+from typing import Any, Literal, final, overload
 
 from typing_extensions import Buffer
 
@@ -462,10 +462,18 @@ class ClaimedBatch(Buffer):
     threads at a time, which is refused (UsageError).
     """
 
-    ring: Ring
+    ring: str
+    """Its id."""
+    wire: Literal["mapped"]
     def __buffer__(self, flags: int, /) -> memoryview: ...
     def __len__(self) -> int: ...
     def __bool__(self) -> bool: ...
+    def place(self, index: int) -> tuple[Any, int]:
+        """This object, and where the payload's bytes begin in its memory."""
+    def strange(self, fingerprint: str) -> list[int]:
+        """The payloads whose tickets name another schema, but for those that cannot be read."""
+    def marked(self, text: bytes) -> list[int]:
+        """The payloads whose tickets have this text."""
     def columns(self, out: Any) -> None:
         """BATCH_COLUMNS, a row of int64 for each."""
     def empty(self) -> list[int]:
@@ -508,8 +516,8 @@ class ReceivedPayloads:
 
     def __init__(self, memory: list[Any], rows: Any) -> None: ...
     def __len__(self) -> int: ...
-    def schemas(self) -> list[str]:
-        """Fingerprints that the tickets name, each once; "" for a ticket that cannot be read."""
+    def strange(self, fingerprint: str) -> list[int]:
+        """As `ClaimedBatch.strange`."""
     def empty(self) -> list[int]:
         """As `ClaimedBatch.empty`."""
     def measure(self, fields: BatchFields, out: Any) -> list[int]:
@@ -522,6 +530,8 @@ class ReceivedPayloads:
         """The payloads whose checksum is wrong."""
     def drop(self, index: int) -> None:
         """The payload leaves the batch."""
+    def marked(self, text: bytes) -> list[int]:
+        """As `ClaimedBatch.marked`."""
     def place(self, index: int) -> tuple[Any, int]:
         """The piece that has the payload's bytes, and where they begin in it."""
     def note(self, index: int) -> bytes:

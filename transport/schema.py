@@ -315,7 +315,11 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
     @cached_property
     def max_bytes(self) -> int:
         """Size in bytes of the largest payload: every ragged tensor at its maximum length."""
-        return self._place(tuple(spec.most for spec in self.counted)).total
+        return self._place(self._most).total
+
+    @cached_property
+    def _most(self) -> tuple[int, ...]:
+        return tuple(spec.most for spec in self.counted)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -339,11 +343,11 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
         if len(lengths) != len(self.counted):
             what = "ragged or optional" if self.optional else "ragged"
             raise SchemaError(f"expected {len(self.counted)} lengths, one for each {what} tensor, got {len(lengths)}")
-        for spec, length in zip(self.counted, lengths, strict=True):
+        for spec, most, length in zip(self.counted, self._most, lengths, strict=True):
             if not hasattr(length, "__index__"):
                 raise SchemaError(f"{spec.name}: {_short(length)} is no length: give a whole number")
-            if not 0 <= length <= spec.most:
-                raise SchemaError(f"{spec.name}: expected a length of 0..{spec.most}, got {length}")
+            if not 0 <= length <= most:
+                raise SchemaError(f"{spec.name}: expected a length of 0..{most}, got {length}")
         return self._place(lengths)
 
     @cached_property

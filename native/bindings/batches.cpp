@@ -46,7 +46,14 @@ class ClaimedBatch {
   std::size_t size() const { return claims_.size(); }
   const std::byte* data() const { return base_; }
   std::uint64_t data_size() const { return size_; }
-  nb::object ring() const { return keep_; }
+  std::string ring() const {  // its id, as Python has it
+    std::string digits;
+    for (const std::uint8_t each : ring_->identity().ring_id) {
+      digits += "0123456789abcdef"[each >> 4];
+      digits += "0123456789abcdef"[each & 15];
+    }
+    return digits;
+  }
   Received& payloads() { return *payloads_; }
 
   // A row for each of the claims' columns.
@@ -165,6 +172,12 @@ void bind_batches(nb::module_& module) {
   batch.def("__len__", &ClaimedBatch::size)
       .def("__bool__", [](const ClaimedBatch& self) { return self.size() > 0; })
       .def_prop_ro("ring", &ClaimedBatch::ring)
+      .def_prop_ro("wire", [](const ClaimedBatch&) { return "mapped"; })
+      .def("place",
+           [](nb::handle_t<ClaimedBatch> self, std::size_t index) {
+             return nb::make_tuple(self, nb::inst_ptr<ClaimedBatch>(self)->payloads().at(index).offset);
+           },
+           "index"_a)
       .def("columns", &ClaimedBatch::columns, "out"_a)
       .def("finish", &ClaimedBatch::finish, "keep"_a = false)
       .def("renew", &ClaimedBatch::renew)

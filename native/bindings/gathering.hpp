@@ -56,6 +56,14 @@ void bind_payloads(nb::class_<Batch>& batch) {
   using namespace nb::literals;
   batch.def("empty", [](Batch& self) { return self.payloads().empty(); })
       .def(
+          "strange",
+          [](Batch& self, const std::string& fingerprint) { return self.payloads().strange(fingerprint); },
+          "fingerprint"_a)
+      .def(
+          "marked",
+          [](Batch& self, const nb::bytes& text) { return self.payloads().marked({text.c_str(), text.size()}); },
+          "text"_a)
+      .def(
           "measure",
           [](Batch& self, const BatchFields& fields, nb::handle out) {
             const BufferView view(out, true);

@@ -74,7 +74,6 @@ void bind_received(nb::module_& module) {
                                         "Payloads in this process's own memory, for batches.");
   received.def(nb::init<nb::list, nb::handle>(), "memory"_a, "rows"_a)
       .def("__len__", [](ReceivedPayloads& self) { return self.payloads().size(); })
-      .def("schemas", [](ReceivedPayloads& self) { return self.payloads().schemas(); })
       .def("drop", [](ReceivedPayloads& self, std::size_t index) { self.payloads().drop(index); }, "index"_a)
       .def("place", &ReceivedPayloads::place, "index"_a);
   bind_payloads(received);

@@ -42,14 +42,12 @@ class Received {
 
   std::size_t size() const { return payloads_.size(); }
 
-  // The fingerprints of the schemas that the tickets name, each once, as the first of them comes; "" for one that
-  // cannot be read.
-  std::vector<std::string> schemas() const {
-    std::vector<std::string> found;
-    for (const ReceivedPayload& payload : payloads_) {
-      const std::string_view fingerprint = read_fingerprint(note_of(payload));
-      if (std::find(found.begin(), found.end(), fingerprint) == found.end()) found.emplace_back(fingerprint);
-    }
+  // Those whose tickets can be read, and name another schema.
+  std::vector<std::size_t> strange(std::string_view fingerprint) const {
+    std::vector<std::size_t> found;
+    for (std::size_t i = 0; i < payloads_.size(); ++i)
+      if (const auto named = read_fingerprint(note_of(payloads_[i])); !named.empty() && named != fingerprint)
+        found.push_back(i);
     return found;
   }
 
@@ -58,6 +56,14 @@ class Received {
     std::vector<std::size_t> found;
     for (std::size_t i = 0; i < payloads_.size(); ++i)
       if (payloads_[i].length == 0) found.push_back(i);
+    return found;
+  }
+
+  // Those whose tickets have this text somewhere.
+  std::vector<std::size_t> marked(std::string_view text) const {
+    std::vector<std::size_t> found;
+    for (std::size_t i = 0; i < payloads_.size(); ++i)
+      if (note_of(payloads_[i]).find(text) != std::string_view::npos) found.push_back(i);
     return found;
   }
 

@@ -203,7 +203,7 @@ def test_several_rings_take_turns_and_wake_who_waits() -> None:
         fill(one, 4)
         fill(two, 4)
         first = [take(rings, 1) for _ in range(4)]
-        assert sorted(part[0].ring.ring_id.hex() for part in first) == sorted([one.ring_id, two.ring_id] * 2)  # type: ignore[union-attr]
+        assert sorted(part[0].ring for part in first) == sorted([one.ring_id, two.ring_id] * 2)
         rest = some(rings, 4)
         assert consume([*(part for each in first for part in each), *rest]) == [True] * 8
         for ring in (two, one):

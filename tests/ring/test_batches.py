@@ -147,7 +147,7 @@ def test_columns_and_tickets_tell_what_the_writer_said(ring: SharedRingBuffer, r
     ring.write_many([payload(4)] * 16)  # the slots have other payloads by now
     assert batch.tickets == list(tickets)
     assert batch.metadata == [{"n": 1}, {"n": 2}]
-    assert (batch.attempts.tolist(), batch.policy_versions.tolist()) == ([2, 2], [7, 7])
+    assert (batch.column("attempts"), batch.column("policy_version")) == ([2, 2], [7, 7])
     assert batch[-1]["tokens"].tolist() == [2, 3]
     assert repr(batch) == "<Claimed of 2 payloads, packed: tokens, mask, reward>"
 

@@ -42,10 +42,11 @@ def test_a_payload_is_gathered_by_its_tickets_lengths(one: tuple[bytes, bytes]) 
     arrays, places = targets(5)
     assert received.gather(fields, places, True) == []
     assert (arrays[0].tolist(), arrays[1].view(np.int64).tolist()) == ([0, 1, 2, 3, 4], [7])
-    assert received.schemas() == [SCHEMA.fingerprint]
+    assert (received.strange(SCHEMA.fingerprint), received.strange("0" * 32)) == ([], [0])
+    assert (received.marked(SCHEMA.fingerprint.encode()), received.marked(b"0" * 32)) == ([0], [])
     assert received.place(0)[0][:5] == bytes(range(5))
     received.drop(0)
-    assert (len(received), received.schemas(), received.gather(fields, places, True)) == (0, [], [])
+    assert (len(received), received.strange("0" * 32), received.gather(fields, places, True)) == (0, [], [])
 
 
 @pytest.mark.parametrize("rows", [b"", bytes(8), bytes(65)])

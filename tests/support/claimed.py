@@ -19,6 +19,11 @@ class Claimed(Gathered):
 
     _parts: Sequence[_ring.ClaimedBatch]
 
+    def column(self, name: str) -> list[int]:
+        """One of BATCH_COLUMNS."""
+        column: list[int] = self.columns[_ring.BATCH_COLUMNS.index(name)].tolist()
+        return column
+
     def consume(self) -> npt.NDArray[np.bool_]:
         """Which payloads were still held."""
         return np.frombuffer(b"".join(part.finish(self.layout == "list") for part in self._parts), np.bool_)

@@ -111,11 +111,9 @@ def names(parts: Sequence[Claimed]) -> list[str]:
 
 def consume(parts: Sequence[Claimed]) -> list[bool]:
     """Which payloads count as consumed; asked again, the answer is the same. Those of mapped rings keep their slots."""
-    for part in parts:
-        if isinstance(part, TakenPart):
-            part.ask_to_consume()
+    answers = [part.finish(True) for part in parts]
     return [
         bool(each)
-        for part in parts
-        for each in (part.consumption().tolist() if isinstance(part, TakenPart) else part.finish(True))
+        for part, answer in zip(parts, answers, strict=True)
+        for each in (part.consumption() if isinstance(part, TakenPart) else answer or b"")
     ]

@@ -56,6 +56,7 @@ class RingsOfHost:
         self._lock = threading.RLock()
         self._attached: dict[str, SharedRingBuffer] = {}  # by id: a newer ring may have the same name
         self._own: dict[str, SharedRingBuffer] = {}  # writers' of this process
+        self._ranked: dict[tuple[frozenset[str], int | str], tuple[list[Ranked], RankError | None]] = {}  # of these
         # Until when, and why; by name, and the schemas that were asked for. "": it has payloads of others.
         self._refused: dict[tuple[str, frozenset[str]], tuple[float, str]] = {}
         self._seen = Observed()
@@ -71,6 +72,7 @@ class RingsOfHost:
         with self._lock:
             self._leave_ended()
             self._own = {**self._own, ring.ring_id: ring}
+            self._ranked = {}
             ring.set_lease(self._lease_s)
 
     def rings(self, schemas: frozenset[str]) -> list[SharedRingBuffer]:
@@ -87,19 +89,22 @@ class RingsOfHost:
 
         Last the error where none has it.
         """
-        rings = self.rings(schemas)
-        if isinstance(rank, int):
-            return [(ring, rank) for ring in rings], None
+        known = self._ranked
+        if (found := known.get((schemas, rank))) is not None:
+            return found
         ranked: list[Ranked] = []
         unknown = None
-        for ring in rings:
+        for ring in self.rings(schemas):
             try:
-                ranked.append((ring, ring.rank_of(rank)))
+                ranked.append((ring, ring.rank_of(rank) if isinstance(rank, str) else rank))
             except ClosedError:  # closed meanwhile, by another thread
                 continue
             except RankError as error:
                 unknown = error
-        return ranked, None if ranked else unknown
+        if unknown is not None:  # a ring may come that has it
+            return ranked, None if ranked else unknown
+        known[schemas, rank] = found = ranked, None
+        return found
 
     def unmapped(self, schemas: frozenset[str]) -> dict[str, str]:
         """Return why rings with payloads of these schemas could not be attached, by their segments' names."""
@@ -121,6 +126,7 @@ class RingsOfHost:
         for ring in [ring for ring in self._own.values() if ring.native.closed]:
             self._seen.ends[ring.ring_id] = Gone(ring.name, ring.fingerprint, ring.data_ended)
             del self._own[ring.ring_id]
+            self._ranked = {}
         for ring in [ring for ring in self._attached.values() if self._ended(ring)]:
             self._leave(ring)
 
@@ -150,6 +156,7 @@ class RingsOfHost:
             return
         ring.set_lease(self._lease_s)
         self._attached[ring.ring_id] = ring
+        self._ranked = {}
 
     def _ended(self, ring: SharedRingBuffer) -> bool:
         if ring.native.closed:
@@ -163,6 +170,7 @@ class RingsOfHost:
         with contextlib.suppress(ClosedError):
             self._seen.ends[ring.ring_id] = Gone.of(ring)
         del self._attached[ring.ring_id]
+        self._ranked = {}
         ring.close()
 
     def served(self, schemas: frozenset[str], *, mapped: bool) -> Mapping[str, RingAddress]:

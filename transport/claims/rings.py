@@ -139,6 +139,7 @@ class FoundRings:
         self._look_at = 0.0
         self._elsewhere = False  # whether a ring has to be asked over the network, as of the last look
         self._waiting = Waiting()
+        self._has_waited = False
         self._missed = LogLimit(float("inf"))
         self._missing = LogLimit(SAY_AGAIN_S)
         self._mixed = LogLimit(float("inf"))
@@ -224,7 +225,9 @@ class FoundRings:
                 if not parts:
                     raise  # else the next call meets it again: what was taken is the caller's
             if parts:
-                self._waiting.came()
+                if self._has_waited:
+                    self._has_waited = False
+                    self._waiting.came()
                 return parts
             if not give_up:
                 give_up = time.monotonic() + timeout_s
@@ -272,6 +275,7 @@ class FoundRings:
 
     def _waited(self, rank: int | str, give_up: float, here: Sequence[Ranked]) -> bool:
         """After a look that found nothing: whether the time is over. Raises then what is this process's own fault."""
+        self._has_waited = True
         if self._waiting.due():
             with contextlib.suppress(TransportError):  # the caller meets it
                 found = self.why_nothing(rank)
@@ -426,9 +430,9 @@ class FoundRings:
 
         RankError: all are here, and none has the consumer of this name.
         """
-        self._check_open()
         now = time.monotonic()
-        if now >= self._look_at:
+        if now >= self._look_at or self._closed.is_set() or os.getpid() != self._process:
+            self._check_open()
             if self._maps:
                 self._here.look(self._schemas)
             self._elsewhere = self._uses_network and bool(self._served())

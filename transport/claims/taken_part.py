@@ -63,9 +63,13 @@ class TakenPart:
         wire: Wire = self.claims.connection.link.wire
         return wire
 
-    def schemas(self) -> list[str]:
-        """Fingerprints that the tickets name, each once; "" for a ticket that cannot be read."""
-        return self._received.schemas()
+    def strange(self, fingerprint: str) -> list[int]:
+        """Return the positions of payloads whose tickets name another schema."""
+        return self._received.strange(fingerprint)
+
+    def marked(self, text: bytes) -> list[int]:
+        """See `ClaimedPart`."""
+        return self._received.marked(text)
 
     # --- contents ---------------------------------------------------------------------------------
     def columns(self, out: npt.NDArray[np.int64]) -> None:
@@ -118,7 +122,7 @@ class TakenPart:
         self._rows = np.delete(self._rows, index)
         self.positions = np.delete(self.positions, index)
 
-    def ask_to_consume(self) -> None:
+    def finish(self, keep: bool = False) -> None:
         """Ask the ring to consume the claims, or again what is in question, without waiting for the answer."""
         if self._thread is not None and self.in_question().any():
             self._again = Job(self._thread, partial(self.claims.end, self.positions, CONSUME))
@@ -133,8 +137,8 @@ class TakenPart:
             return False
         return int(self.claims.verdicts[self.positions].min(initial=_IN_QUESTION)) >= _IN_QUESTION
 
-    def consumption(self) -> npt.NDArray[np.bool_]:
-        """Wait for the answer to `ask_to_consume`: which claims count as consumed. Asked again, it is the same."""
+    def consumption(self) -> bytes:
+        """Wait for the answer to `finish`: which claims count as consumed. Asked again, it is the same."""
         if self._again is not None:  # whose verdicts are the former ones until it has begun
             self._again.wait(None)
             self._again = None
@@ -145,8 +149,8 @@ class TakenPart:
             job.result()
         if self.answered:
             self.owned.settled()  # nothing goes back with the object
-        consumed: npt.NDArray[np.bool_] = self.claims.verdicts[self.positions] == _CONSUMED
-        return consumed
+        verdicts: npt.NDArray[np.int8] = self.claims.verdicts[self.positions]
+        return bytes(verdicts == _CONSUMED)
 
     def in_question(self) -> npt.NDArray[np.bool_]:
         """Tell for each whether its ring went out of reach before its answer."""

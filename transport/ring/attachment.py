@@ -119,6 +119,7 @@ def random_name(prefix: str) -> str:
     return f"{_BEGINNING}{prefix}{secrets.token_hex(8)}"
 
 
+@functools.lru_cache(maxsize=4096)  # whoever follows a run looks at all names of the host again and again
 def belongs(name: str, prefix: str) -> bool:
     """Whether a ring of this name is one of ``prefix``.
 

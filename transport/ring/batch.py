@@ -15,7 +15,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, Protocol, Self, overload
+from functools import cached_property
+from typing import Any, Final, Protocol, Self, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -24,13 +25,15 @@ from transport import _ring
 from transport.devices.landing import HostLanding, Landing, Wanted, landing_for, room_of
 from transport.errors import BatchTooLargeError, UsageError
 from transport.ring.batch_shape import BatchLayout, Shape, fields_of
-from transport.schema import DTYPES, Layout, Schema, TensorSpec
+from transport.schema import DTYPES, Schema, TensorSpec
 from transport.ticket import Ticket
 from transport.values.decoding import Fields, field_value
+from transport.wires import Wire
 
 log = logging.getLogger(__name__)
 
 Array = np.ndarray[Any, Any]
+P = TypeVar("P", bound="ClaimedPart")
 
 _UNFIT: Final = "its ticket or its length does not fit the schema of its ring"
 _WRONG: Final = "its bytes are not those that were written"
@@ -41,9 +44,24 @@ _NOWHERE: Final = HostLanding({}, None)  # of payloads that stay where they are
 
 
 class ClaimedPart(Protocol):
-    """Payloads of one ring that are claimed: in its mapped slots (`_ring.ClaimedBatch`), or received."""
+    """Payloads of one ring that are claimed: in its mapped slots (`_ring.ClaimedBatch`), or received.
 
+    Attributes:
+        ring: its id.
+        wire: what carried the payloads.
+    """
+
+    @property
+    def ring(self) -> str: ...
+    @property
+    def wire(self) -> Wire: ...
     def __len__(self) -> int: ...
+
+    def place(self, index: int) -> tuple[Any, int]:
+        """What has the payload's bytes, read-only, and where they begin in it."""
+
+    def marked(self, text: bytes) -> list[int]:
+        """Those whose encoded tickets have this text."""
 
     def columns(self, out: Any) -> None:
         """Write BATCH_COLUMNS, a row of int64 for each."""
@@ -78,37 +96,35 @@ class Gathered(Sequence[Mapping[str, Any]]):
     Attributes:
         layout: "list", "padded" or "packed".
         schema: of what the batch has of each payload.
-        lengths: entries of each ragged tensor, by name, a number for each payload (int64, numpy); of text, bytes and
-            values their bytes.
-        present: of each optional tensor or field, by name, whether a payload has it (bool, numpy).
-        slots, generations, ranks, attempts, in_vain, policy_versions, sizes: columns (int64, numpy); attempts count
-            this one, `in_vain` are those before it that count for ``max_deliveries``,
-            a payload whose writer gave no version has `NO_VERSION`, sizes are bytes.
+        whole: schema of the payloads, of which the batch may have some fields only.
+        columns: BATCH_COLUMNS, a row of int64 for each.
         dropped: payloads that were claimed for this batch and left out, because their bytes were wrong.
     """
 
-    NO_VERSION: Final = _ring.NO_VERSION
-
     def __init__(
-        self, parts: Sequence[ClaimedPart], schema: Schema, shape: Shape, landing: Landing, dropped: int = 0
+        self,
+        parts: Sequence[ClaimedPart],
+        schema: Schema,
+        shape: Shape,
+        landing: Landing,
+        numbers: npt.NDArray[np.int64],
+        dropped: int = 0,
     ) -> None:
         self._parts = parts
         self._shape = shape
         self._landing = landing
-        self._whole = schema  # of the payloads; the batch may have some of their fields only
-        self._numbers: dict[str, npt.NDArray[np.int64]] = {}  # of all counted tensors of the payloads, as in tickets
-        self.schema = shape.part(schema)
+        self.whole = schema
+        self._numbers = numbers  # of all counted tensors of the payloads, as in tickets: a row for each
+        self.schema = schema if shape.fields is None else schema.only(shape.fields)
         self.layout: BatchLayout = shape.layout
         self.dropped = dropped
-        self._read_columns()
+        self.columns = columns_of(parts)
+        self._count: int = self.columns.shape[1]
+        self._places: list[tuple[ClaimedPart, int]] | None = None
         self._arrays: dict[str, Any] = {}
-        self._places: list[tuple[Any, int, tuple[int, ...]]] | None = None
-        self._layouts: dict[tuple[int, ...], Layout] = {}
         self._ends: dict[str, npt.NDArray[np.int32]] = {}
         self._bytes: dict[str, Array] = {}  # of the fields that are no tensors, one behind the other
         self._spans: dict[str, npt.NDArray[np.int64]] = {}
-        self.lengths: dict[str, npt.NDArray[np.int64]] = {}
-        self.present: dict[str, npt.NDArray[np.bool_]] = {}
         self._cu_seqlens: dict[str, Any] = {}
 
     # --- what it is ---------------------------------------------------------------------------------
@@ -136,13 +152,13 @@ class Gathered(Sequence[Mapping[str, Any]]):
             self._landing.make_stream_wait()
             return self._arrays[key]
         if isinstance(key, slice):
-            return [self._payload(at) for at in range(*key.indices(len(self)))]
+            return [self.payload(at) for at in range(*key.indices(len(self)))]
         if not -len(self) <= key < len(self):
             raise IndexError(f"payload {key} of {len(self)}")
-        return self._payload(key % len(self))
+        return self.payload(key % len(self))
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
-        return map(self._payload, range(len(self)))
+        return map(self.payload, range(len(self)))
 
     def keys(self) -> tuple[str, ...]:
         """Names of the tensors."""
@@ -215,34 +231,26 @@ class Gathered(Sequence[Mapping[str, Any]]):
             max_deliveries: wrong bytes that were delivered so often are dead; 0: never.
         """
         try:
-            if shape.layout == "list" and not shape.verified:
-                return cls._listed(parts, schema, shape, consumer)
-            fills = shape.fills(schema)
+            fields = fields_of(schema)
+            measured = []
+            dropped = 0
+            for part in parts:
+                numbers = np.empty((len(schema.counted), len(part)), np.int64)
+                if unfit := part.measure(fields, numbers):
+                    for at in reversed(unfit):  # the next claimer would find the same
+                        part.drop(at, _UNFIT, True, consumer)
+                    dropped += len(unfit)
+                    numbers = np.delete(numbers, unfit, axis=1)
+                measured.append(numbers)
+            if shape.layout == "list" and not shape.verify:  # they stay where they lie
+                return cls(parts, schema, shape, _NOWHERE, _joined(measured, len(schema.counted)), dropped)
             if landing is None:
                 landing = landing_for(shape.memory, shape.out, shape.most_memory)
-            return cls._gathered(parts, schema, shape, fills, landing, max_deliveries, consumer)
+            return cls._gathered(parts, schema, shape, landing, measured, dropped, max_deliveries, consumer)
         except BaseException:
             for part in parts:
                 part.release(in_vain=False)
             raise
-
-    @classmethod
-    def _listed(cls, parts: Sequence[ClaimedPart], schema: Schema, shape: Shape, consumer: str) -> Self:
-        """Payloads that stay where they lie, their checksums not looked at: they are measured, and no more."""
-        fields = fields_of(schema)
-        dropped = 0
-        measured = []
-        for part in parts:
-            rows = np.empty((len(schema.counted), len(part)), np.int64)
-            if unfit := part.measure(fields, rows):
-                for at in reversed(unfit):  # the next claimer would find the same
-                    part.drop(at, _UNFIT, True, consumer)
-                dropped += len(unfit)
-                rows = np.delete(rows, unfit, axis=1)
-            measured.append(rows)
-        batch = cls(parts, schema, shape, _NOWHERE, dropped)
-        batch._measure(_joined(measured, len(schema.counted)))
-        return batch
 
     @classmethod
     def _gathered(
@@ -250,24 +258,15 @@ class Gathered(Sequence[Mapping[str, Any]]):
         parts: Sequence[ClaimedPart],
         schema: Schema,
         shape: Shape,
-        fills: Mapping[str, bytes],
         landing: Landing,
+        measured: list[npt.NDArray[np.int64]],
+        dropped: int,
         max_deliveries: int,
         consumer: str,
     ) -> Self:
-        fields = fields_of(schema)
-        dropped = 0
-        measured = []
-        for part in parts:
-            rows = np.empty((len(schema.counted), len(part)), np.int64)
-            unfit = part.measure(fields, rows)
-            for at in reversed(unfit):  # the next claimer would find the same
-                part.drop(at, _UNFIT, True, consumer)
-            dropped += len(unfit)
-            measured.append(np.delete(rows, unfit, axis=1) if unfit else rows)
+        fields, fills = fields_of(schema), shape.fills(schema)
         while True:
-            batch = cls(parts, schema, shape, landing, dropped)
-            batch._measure(_joined(measured, len(schema.counted)))
+            batch = cls(parts, schema, shape, landing, _joined(measured, len(schema.counted)), dropped)
             batch._place()
             wrong = batch._fetch(fields, fills)
             if not any(wrong):
@@ -275,7 +274,7 @@ class Gathered(Sequence[Mapping[str, Any]]):
                 return batch
             begin = 0
             for number, (part, indices) in enumerate(zip(parts, wrong, strict=True)):
-                before = batch.in_vain[begin : begin + len(part)].tolist()
+                before = batch.columns[-1, begin : begin + len(part)].tolist()  # in vain
                 begin += len(part)
                 for at in reversed(indices):
                     last = 0 < max_deliveries <= before[at] + 1
@@ -284,20 +283,22 @@ class Gathered(Sequence[Mapping[str, Any]]):
                 measured[number] = np.delete(measured[number], indices, axis=1)
                 dropped += len(indices)
 
-    def _read_columns(self) -> None:
-        self.columns = columns_of(self._parts)
-        self._count: int = self.columns.shape[1]
-        self.slots, self.generations, self.ranks, self.attempts, self.sizes, self.policy_versions = self.columns[:6]
-        self._offsets, self.in_vain = self.columns[6:]
+    @cached_property
+    def present(self) -> dict[str, npt.NDArray[np.bool_]]:
+        """Of each optional tensor or field, by name, whether a payload has it."""
+        return {spec.name: self._numbers_of(spec) > 0 for spec in self.schema.optional}
 
-    def _measure(self, numbers: npt.NDArray[np.int64]) -> None:
-        """Take the numbers of the payloads' tickets, a row for each counted tensor."""
-        self._numbers = dict(zip((spec.name for spec in self._whole.counted), numbers, strict=True))
-        self.present = {spec.name: self._numbers[spec.name] > 0 for spec in self.schema.optional}
-        self.lengths = {
-            spec.name: self._numbers[spec.name] - self.present[spec.name] if spec.optional else self._numbers[spec.name]
+    @cached_property
+    def lengths(self) -> dict[str, npt.NDArray[np.int64]]:
+        """Entries of each ragged tensor, by name, a number for each payload; of text, bytes and values their bytes."""
+        return {
+            spec.name: np.maximum(self._numbers_of(spec) - 1, 0) if spec.optional else self._numbers_of(spec)
             for spec in self.schema.ragged
         }
+
+    def _numbers_of(self, spec: TensorSpec) -> npt.NDArray[np.int64]:
+        found: npt.NDArray[np.int64] = self._numbers[self.whole.counted.index(spec)]
+        return found
 
     def _place(self) -> None:
         """Find memory for the tensors of payloads with these lengths. Called once, before `_fetch`."""
@@ -353,7 +354,7 @@ class Gathered(Sequence[Mapping[str, Any]]):
         begin = 0
         for part in self._parts:
             targets: list[tuple[Any, int, int, bool, bytes] | None] = []
-            for spec in self._whole.tensors:
+            for spec in self.whole.tensors:
                 if spec.name in self._bytes:
                     targets.append((self._bytes[spec.name], 1, int(self._spans[spec.name][begin]), True, b"\0"))
                     continue
@@ -387,9 +388,23 @@ class Gathered(Sequence[Mapping[str, Any]]):
         begin, end = self._spans[name][at : at + 2].tolist()
         return field_value(self.schema.kinds[name], self._bytes[name][begin:end], f"{name} of payload {at}")
 
-    def _payload(self, at: int) -> Mapping[str, Any]:
-        if self.layout == "list":
-            return self._where_it_lies(at)
+    def payload(self, at: int) -> Mapping[str, Any]:
+        """The fields of the payload at this position, by name."""
+        if self.layout != "list":
+            return self._laid_out(at)
+        if self._places is None:
+            self._places = places_of(self._parts)
+        part, index = self._places[at]
+        memory, begin = part.place(index)
+        wanted = self._shape.fields
+        fields = {
+            place.name: None if place.absent else np.ndarray(place.shape, place.dtype, memory, begin + place.offset)
+            for place in self.whole.layout(self._numbers[:, at].tolist()).placements
+            if wanted is None or place.name in wanted
+        }
+        return Fields(fields, self.schema.kinds) if self.schema.kinds else fields
+
+    def _laid_out(self, at: int) -> Mapping[str, Any]:
         self._landing.make_stream_wait()
         found = {}
         for spec in self.schema.tensors:
@@ -406,32 +421,6 @@ class Gathered(Sequence[Mapping[str, Any]]):
                 found[spec.name] = array[begin:end]
         return found
 
-    def _where_it_lies(self, at: int) -> Mapping[str, Any]:
-        if self._places is None:
-            rows = (
-                zip(*(each.tolist() for each in self._numbers.values()), strict=True)
-                if self._numbers
-                else [()] * len(self)
-            )
-            lies = [memory_of(part, each) for part in self._parts for each in range(len(part))]
-            self._places = [
-                (memory, offset if begin is None else begin, lengths)
-                for (memory, begin), offset, lengths in zip(lies, self._offsets.tolist(), rows, strict=True)
-            ]
-        memory, offset, lengths = self._places[at]
-        layout = self._layouts.get(lengths)
-        if layout is None:  # many payloads of a batch may have the same lengths
-            layout = self._whole.layout(lengths)
-            if self._shape.fields is not None:
-                kept = tuple(each for each in layout.placements if each.name in self.schema.names)
-                layout = Layout(kept, layout.total)
-            self._layouts[lengths] = layout
-        arrays = {
-            place.name: None if place.absent else np.ndarray(place.shape, place.dtype, memory, offset + place.offset)
-            for place in layout.placements
-        }
-        return Fields(arrays, self.schema.kinds) if self.schema.kinds else arrays
-
 
 def _joined(tables: Sequence[npt.NDArray[np.int64]], rows: int) -> npt.NDArray[np.int64]:
     """The columns of all tables side by side; of one table without a copy."""
@@ -445,12 +434,12 @@ def columns_of(parts: Sequence[ClaimedPart]) -> npt.NDArray[np.int64]:
         table = np.empty((len(_ring.BATCH_COLUMNS), len(part)), np.int64)
         part.columns(table)
         tables.append(table)
-    return _joined(tables, len(_ring.BATCH_COLUMNS))
+    return tables[0] if len(tables) == 1 else _joined(tables, len(_ring.BATCH_COLUMNS))
 
 
-def memory_of(part: Any, at: int) -> tuple[Any, int | None]:
-    """What has the payload's bytes, and where they begin in it; None: at its offset of `BATCH_COLUMNS`."""
-    return (part, None) if isinstance(part, _ring.ClaimedBatch) else part.place(at)
+def places_of(parts: Sequence[P]) -> list[tuple[P, int]]:
+    """Return the part of each payload, and the payload's position in it."""
+    return [(part, index) for part in parts for index in range(len(part))]
 
 
 def _cumulated(name: str, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Link, Span, Tracer
 
 CONTEXT: Final = f"{OWN}trace"  # in metadata: the write's context, as the header traceparent has it
-_API: Final = "opentelemetry.trace"
+API: Final = "opentelemetry.trace"
 
 _known: tuple[object, Tracer] | None = None  # the provider that was asked last, and its tracer
 
@@ -28,7 +28,7 @@ _known: tuple[object, Tracer] | None = None  # the provider that was asked last,
 def tracer() -> Tracer | None:
     """Return the tracer of the program's provider; None where it has set none."""
     global _known
-    trace = sys.modules.get(_API)
+    trace = sys.modules.get(API)
     if trace is None:
         return None
     provider = trace.get_tracer_provider()

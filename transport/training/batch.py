@@ -34,7 +34,8 @@ _NONE: Final = np.zeros(0, np.bool_)
 class Book(Protocol):
     """A trainer's book of its batches."""
 
-    def accepted(self, batch: Batch) -> None: ...
+    remembers: bool
+
     def asked(self, batch: Batch) -> None: ...
     def consumed(self, batch: Batch, verdicts: npt.NDArray[np.bool_]) -> None: ...
     def given_back(self, batch: Batch) -> None: ...
@@ -53,6 +54,8 @@ class Batch(Payloads):
     Attributes:
         parts: what was claimed of each ring; the claims are the batch's to end.
         claimed_in: span of the claim; None where the program has no OpenTelemetry.
+        learned: whether the model has learned from the payloads, as `accept` says.
+        in_slots: whether payloads that were consumed lie in slots of mapped rings.
     """
 
     parts: Sequence[Claimed]
@@ -69,7 +72,8 @@ class Batch(Payloads):
         super().__init__(parts, gathered, shape, schemas, training_version)
         self._book = book
         self._state: Literal["claimed", "accepted", "asked", "in question", "consumed", "given back"] = "claimed"
-        self._finished: dict[int, bytes] = {}  # answers of mapped rings, by part
+        self.learned = self.in_slots = False
+        self._answers: list[bytes | None] = []  # of each part's ring, True or False for each payload; None: not yet
         self._verdicts: npt.NDArray[np.bool_] = _NONE
         self.claimed_in: Span | None = None
 
@@ -84,7 +88,8 @@ class Batch(Payloads):
         checkpoint is stored, a trainer gets the payloads again; killed behind it, its successor leaves them out.
         """
         self._require("accept")
-        self._book.accepted(self)
+        self._book.remembers = True
+        self.learned = True
         self._state = "accepted"
 
     def consume(self) -> None:
@@ -96,25 +101,29 @@ class Batch(Payloads):
         if self._state in ("asked", "consumed"):
             return
         self._require("consume")
+        if self.claimed_in is None:
+            self._ask_to_consume()
+            return
         with spans.span("transport.consume", links=spans.links_to(self.claimed_in), payloads=len(self)):
             self._ask_to_consume()
 
     def _ask_to_consume(self) -> None:
         keep = self._gathered is None or self._shape.layout == "list"  # payloads stay where they are
-        for at, part in enumerate(self.parts):
-            if isinstance(part, TakenPart):
-                part.ask_to_consume()
-            else:
-                self._finished[at] = part.finish(keep)
+        self._answers = []
+        for part in self.parts:
+            answer = part.finish(keep)
+            self.in_slots |= keep and answer is not None
+            self._answers.append(answer)
         self._state = "asked"
-        self._book.asked(self)
+        if None in self._answers:
+            self._book.asked(self)
+        else:
+            self._look_at_answers()
 
     @property
     def answered(self) -> bool:
         """Whether every ring has answered `consume`, so that `accepted` does not wait."""
-        return len(self._finished) == len(self.parts) or all(
-            part.answered for part in self.parts if isinstance(part, TakenPart)
-        )
+        return all(part.answered for part in self.parts if isinstance(part, TakenPart))
 
     @property
     def accepted(self) -> npt.NDArray[np.bool_]:
@@ -124,16 +133,19 @@ class Batch(Payloads):
         UsageError before `consume`.
         """
         if self._state == "asked":
-            answers = [
-                part.consumption().tobytes() if isinstance(part, TakenPart) else self._finished[at]
-                for at, part in enumerate(self.parts)
-            ]
-            self._verdicts = verdicts = np.frombuffer(b"".join(answers), np.bool_)
-            self._state = "consumed" if verdicts.all() or not self.in_question.any() else "in question"
-            self._book.consumed(self, verdicts)
+            for at, part in enumerate(self.parts):
+                if isinstance(part, TakenPart):
+                    self._answers[at] = part.consumption()
+            self._look_at_answers()
         elif self._state not in ("consumed", "in question"):
             raise UsageError(f"accepted of a batch that is {self._state}: consume() it first")
         return self._verdicts
+
+    def _look_at_answers(self) -> None:
+        """Every ring has answered."""
+        self._verdicts = verdicts = np.frombuffer(b"".join(filter(None, self._answers)), np.bool_)
+        self._state = "consumed" if verdicts.all() or not self.in_question.any() else "in question"
+        self._book.consumed(self, verdicts)
 
     @property
     def in_question(self) -> npt.NDArray[np.bool_]:
@@ -167,8 +179,7 @@ class Batch(Payloads):
 
     def let_go_of_slots(self) -> None:
         """Let consumed payloads of mapped rings go: their slots are free when no array looks into them."""
-        in_slots = self._shape.layout == "list" and not all(isinstance(part, TakenPart) for part in self.parts)
-        if self._state == "consumed" and in_slots:
+        if self._state == "consumed":
             self._let_go()
 
     def _require(self, call: str) -> None:

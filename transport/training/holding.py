@@ -32,7 +32,6 @@ from transport.errors import ClosedError
 from transport.ring.batch import columns_of
 from transport.runtime.decoders import hiding
 from transport.ticket import Ticket
-from transport.training.payloads import ring_of
 
 Delivery = tuple[str, int, int]
 """Ring id, slot and generation of a payload."""
@@ -158,12 +157,11 @@ class Holding:
         for part in self._rings.take_parts(
             n, timeout_s, rank=self._rank, consumer=self._consumer, oldest_version=oldest_version
         ):
-            ring = ring_of(part)
             notes = [part.note(at) for at in range(len(part))]
             rows = columns_of([part]).T.tolist()
             for row, note, held in zip(rows, notes, _claims_of(part), strict=True):
                 slot, generation, rank, attempts, size, version, _, in_vain = row
-                delivery = (ring, slot, generation)
+                delivery = (part.ring, slot, generation)
                 self._held[delivery] = held
                 known = None if version == _ring.NO_VERSION else version
                 samples.append(Sample(delivery, note, rank, attempts, in_vain, size, known))

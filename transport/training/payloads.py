@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, Protocol, overload, runtime_checkable
+from typing import Any, Final, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ import numpy.typing as npt
 from transport import _ring
 from transport.client.payload import no_field
 from transport.errors import ClosedError, SchemaError
-from transport.ring.batch import ClaimedPart, Gathered, columns_of, memory_of
+from transport.ring.batch import ClaimedPart, Gathered, columns_of, places_of
 from transport.ring.batch_shape import Shape
 from transport.ring.packing import decoded_views
 from transport.schema import Layout, Schema
@@ -25,30 +25,6 @@ from transport.training.joining import Joined
 from transport.wires import Wire
 
 Numbers = npt.NDArray[np.int64]
-
-
-@runtime_checkable
-class ReadPart(ClaimedPart, Protocol):
-    """Payloads that were read into this process: their ring, and the wire that carried them."""
-
-    @property
-    def ring(self) -> str: ...
-    @property
-    def wire(self) -> Wire: ...
-    def place(self, index: int) -> tuple[Any, int]: ...
-
-
-Part = _ring.ClaimedBatch | ReadPart
-
-
-def ring_of(part: Part) -> str:
-    """Return the id of the ring that has a part's payloads."""
-    return part.ring.ring_id.hex() if isinstance(part, _ring.ClaimedBatch) else part.ring
-
-
-def wire_of(part: Part) -> Wire:
-    """Return the name of what carried a part's payloads."""
-    return "mapped" if isinstance(part, _ring.ClaimedBatch) else part.wire
 
 
 class Payload(Mapping[str, Any]):
@@ -119,7 +95,7 @@ class Payload(Mapping[str, Any]):
         return self._batch.fields(self._at)
 
     def __getitem__(self, name: str) -> Any:
-        fields = self.fields
+        fields = self._batch.fields(self._at)
         if name not in fields:
             raise no_field(name, self)
         return fields[name]
@@ -148,7 +124,7 @@ class Payloads(Sequence[Payload]):
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[ClaimedPart],
         gathered: Gathered | None,
         shape: Shape,
         schemas: Mapping[str, Schema],
@@ -159,7 +135,7 @@ class Payloads(Sequence[Payload]):
         self._shape = shape
         self._schemas = schemas
         self._laid_out = gathered if gathered is not None and shape.layout != "list" else None
-        self._places: list[tuple[Part, int]] | None = None
+        self._places: list[tuple[ClaimedPart, int]] | None = None
         self._fields: dict[int, Mapping[str, Any]] = {}  # of payloads that were looked at
         self._ended = False  # nothing refers to the payloads from here
         self.joined: Mapping[int, Joined] = {}
@@ -167,8 +143,8 @@ class Payloads(Sequence[Payload]):
         self.dropped = 0 if gathered is None else gathered.dropped
         self.training_version = training_version
         columns = gathered.columns if gathered is not None else columns_of(parts)
-        self.slots, self.generations, self.ranks, self.attempts, self.sizes, self.versions = columns[:6]
-        self._offsets, self.in_vain = columns[6:]
+        self._columns = columns
+        self.slots, self.generations, self.ranks, self.attempts, self.sizes, self.versions, _, self.in_vain = columns
         self._count: int = columns.shape[1]
 
     # --- payloads -----------------------------------------------------------------------------------
@@ -195,12 +171,12 @@ class Payloads(Sequence[Payload]):
         return Payload(self, key % len(self))
 
     def __iter__(self) -> Iterator[Payload]:
-        return (Payload(self, at) for at in range(len(self)))
+        return iter(self.payloads)
 
     @property
     def payloads(self) -> list[Payload]:
         """Each payload, a read-only mapping of its fields."""
-        return list(self)
+        return [Payload(self, at) for at in range(self._count)]
 
     @property
     def bytes_by_wire(self) -> dict[str, int]:
@@ -208,7 +184,7 @@ class Payloads(Sequence[Payload]):
         found: Counter[str] = Counter()
         begin = 0
         for part in self.parts:
-            found[wire_of(part)] += int(self.sizes[begin : begin + len(part)].sum())
+            found[part.wire] += int(self.sizes[begin : begin + len(part)].sum())
             begin += len(part)
         return dict(found)
 
@@ -264,27 +240,27 @@ class Payloads(Sequence[Payload]):
                 )
             asked = self._shape
             shape = Shape(layout="padded", fill=asked.fill, pad_to=asked.pad_to, verify=False, fields=asked.fields)
-            self._laid_out = Gathered.gathered(self.parts, self._gathered._whole, shape)
+            self._laid_out = Gathered.gathered(self.parts, self._gathered.whole, shape)
         return self._laid_out
 
     # --- what `Payload` asks for ------------------------------------------------------------------------
-    def part(self, at: int) -> tuple[Part, int]:
+    def part(self, at: int) -> tuple[ClaimedPart, int]:
         """Return the part of the payload at this position, and the payload's position in it."""
         if self._ended:
             raise ClosedError(
                 "these payloads are gone: they were given back, or consumed before the trainer took others"
             )
         if self._places is None:
-            self._places = [(part, index) for part in self.parts for index in range(len(part))]
+            self._places = places_of(self.parts)
         return self._places[at]
 
     def wire(self, at: int) -> Wire:
         """Return what carried the payload at this position."""
-        return wire_of(self.part(at)[0])
+        return self.part(at)[0].wire
 
     def name(self, at: int) -> str:
         """Return ``ring/slot/generation`` of the payload at this position."""
-        return f"{ring_of(self.part(at)[0])}/{self.slots[at]}/{self.generations[at]}"
+        return f"{self.part(at)[0].ring}/{self.slots[at]}/{self.generations[at]}"
 
     def ticket(self, at: int) -> Ticket:
         """Return the ticket of the payload at this position."""
@@ -294,14 +270,15 @@ class Payloads(Sequence[Payload]):
     def fields(self, at: int) -> Mapping[str, Any]:
         """Return the fields of the payload at this position, by name."""
         if (known := self._fields.get(at)) is None:
-            known = self._fields[at] = self._fields_of(at)
+            if (joined := self.joined.get(at)) is not None and joined.payload is not None:
+                known = joined.payload
+            else:
+                known = self._described(at) if self._gathered is None else self._gathered.payload(at)
+            self._fields[at] = known
         return known
 
-    def _fields_of(self, at: int) -> Mapping[str, Any]:
-        if (joined := self.joined.get(at)) is not None and joined.payload is not None:
-            return joined.payload
-        if self._gathered is not None:
-            return self._gathered[at]
+    def _described(self, at: int) -> Mapping[str, Any]:
+        """Return the fields of a payload as its ticket describes them."""
         ticket = self.ticket(at)
         schema = self.schema_of(ticket)
         kinds = schema.kinds if schema else {}
@@ -314,8 +291,7 @@ class Payloads(Sequence[Payload]):
     def data(self, at: int) -> memoryview:
         """Return the bytes of the payload at this position, read-only."""
         part, index = self.part(at)
-        memory, begin = memory_of(part, index)
-        begin = int(self._offsets[at]) if begin is None else begin
+        memory, begin = part.place(index)
         return memoryview(memory).cast("B").toreadonly()[begin : begin + int(self.sizes[at])]
 
     def _let_go(self) -> None:

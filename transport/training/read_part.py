@@ -72,6 +72,10 @@ class ReadPart:
         """See `ClaimedPart`: they were verified as they came."""
         return []
 
+    def marked(self, text: bytes) -> list[int]:
+        """See `ClaimedPart`."""
+        return self._received.marked(text)
+
     def note(self, index: int) -> bytes:
         """See `ClaimedPart`."""
         return self._notes[index]

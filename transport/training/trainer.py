@@ -14,8 +14,10 @@ from __future__ import annotations
 import _thread
 import asyncio
 import logging
+import math
 import os
 import socket
+import sys
 import time
 import weakref
 from collections import deque
@@ -66,7 +68,6 @@ from transport.training.batch import Batch, Claimed
 from transport.training.holding import Holding
 from transport.training.joining import Child, end_parts, join_all
 from transport.training.mesh import Mesh
-from transport.training.payloads import ring_of
 from transport.training.planner import Choose, Planner, StepTerms
 from transport.training.step_records import StepRecords
 from transport.training.steps import Learned, Steps
@@ -217,11 +218,9 @@ class Trainer:
             ClosedError: the trainer is closed, or is a forked child's.
             WireNotAllowedError, AuthenticationError and the like: what keeps this process from every ring.
         """
-        if n < 1:
+        if n < 1 or math.isnan(timeout_s) or math.isnan(fill_s):
             check_claim(n, self._rank)
-        if timeout_s:
             seconds(timeout_s, "timeout_s of take()")
-        if fill_s:
             seconds(fill_s, "fill_s of take()")
         if self._calls.locked():
             raise UsageError("another thread takes from this trainer at the moment: give each thread a Trainer")
@@ -230,12 +229,13 @@ class Trainer:
                 raise ClosedError("this trainer is closed; make a new one")
             if self._steps is not None:
                 raise UsageError("this trainer gives out steps, which claim all that comes: give batches another one")
-            if self._book.unanswered:
+            if len(self._book.unanswered) > _UNANSWERED:
                 self._book.settle(_UNANSWERED)
-            self._book.let_go_of_slots()
+            if self._book.in_slots:
+                self._book.let_go_of_slots()
             begun = time.monotonic()
             batch = self._take(n, begun + timeout_s, fill_s)
-            if batch is not None and spans.tracer() is not None:
+            if batch is not None and spans.API in sys.modules and spans.tracer() is not None:
                 batch.claimed_in = spans.ended(
                     "transport.claim",
                     begun,
@@ -268,9 +268,9 @@ class Trainer:
             for part in came:
                 if empty := part.empty():
                     _consume_markers(part, empty)
-                if len(part):
+                if count := len(part):
                     parts.append(part)
-                    left -= len(part)
+                    left -= count
             if parts and (not left or not full_by or time.monotonic() >= full_by):
                 batch = self._batch(parts, oldest)
                 if batch.slots.size:
@@ -283,8 +283,8 @@ class Trainer:
         gathered = None
         if self._schema is not None:
             for part in parts:
-                if isinstance(part, TakenPart):
-                    self._without_strange(part, self._schema)
+                for at in reversed(part.strange(self._schema.fingerprint)):  # of a ring that is made for any schema
+                    self._discard(part, at, f"its schema is not {self._schema.fingerprint}, which this trainer wants")
             gathered = Gathered.gathered(
                 parts,
                 self._schema,
@@ -329,13 +329,6 @@ class Trainer:
             rank = int(columns_of([part])[2, at])
             self._thread.run(end_parts(self._client, ticket, rank, self._settings))
 
-    def _without_strange(self, part: TakenPart, schema: Schema) -> None:
-        """Discard the payloads whose tickets name another schema, in a ring that is made for any."""
-        if set(part.schemas()) - {"", schema.fingerprint}:
-            for at in reversed(range(len(part))):
-                if Ticket.decode(part.note(at)).schema_fingerprint != schema.fingerprint:
-                    self._discard(part, at, f"its schema is not {schema.fingerprint}, which this trainer wants")
-
     def _without_undescribed(self, parts: Sequence[Claimed]) -> None:
         """Discard the payloads that neither their ticket nor a schema of this trainer describes."""
         for part in parts:
@@ -349,7 +342,7 @@ class Trainer:
     def _discard(self, part: Claimed, at: int, why: str) -> None:
         if (before := self._discards.due()) is not None:
             more = f" ({before} more since the last report)" if before else ""
-            log.warning("a payload of ring %s was discarded: %s%s", ring_of(part)[:8], why, more)
+            log.warning("a payload of ring %s was discarded: %s%s", part.ring[:8], why, more)
         self._book.failed += 1
         part.drop(at, why, True, self._name)
 
@@ -604,10 +597,7 @@ class Record:
     def __init__(self, record: ConsumedRecord | None) -> None:
         self.consumed_record = ConsumedRecord() if record is None else record
         self._open: weakref.WeakSet[Batch] = weakref.WeakSet()  # neither consumed nor given back
-        self._looked_at: weakref.WeakSet[Batch] = (
-            weakref.WeakSet()
-        )  # consumed, and perhaps looked at until the next take
-        self._accepted: weakref.WeakSet[Batch] = weakref.WeakSet()  # one that is dropped comes again
+        self.in_slots: list[weakref.ref[Batch]] = []  # consumed, and perhaps looked at until the next take
         self.unanswered: deque[Batch] = deque()  # whose rings have not answered `consume`
         self._ageless = LogLimit(SAY_AGAIN_S)
         self.batches = self.consumed_count = self.duplicates = self.returned = self.lost = 0
@@ -634,10 +624,10 @@ class Record:
             before: parts of the batch that is being taken.
             end_parts: called for each that was consumed before; None: payloads have no parts.
         """
-        held = {each for batch in (*self._open, *self.unanswered) for each in deliveries(batch)}
-        held.update(each for part in before for each in deliveries_of(part))
+        held = {each for batch in (*self._open, *self.unanswered) for each in deliveries(batch.parts)}
+        held.update(deliveries(before))
         for part in parts:
-            for at, delivery in reversed(list(enumerate(deliveries_of(part)))):
+            for at, delivery in reversed(list(enumerate(deliveries([part])))):
                 if self.consumed_record.contains(*delivery):
                     self.duplicates += 1
                     if end_parts is not None:
@@ -649,56 +639,50 @@ class Record:
                     held.add(delivery)
         return [part for part in parts if len(part)]
 
-    def accepted(self, batch: Batch) -> None:
-        """Note that the model has learned from a batch."""
-        self.remembers = True
-        self._accepted.add(batch)
-
     def asked(self, batch: Batch) -> None:
-        """Note a batch whose rings were asked to consume it; one that has its answers is done at once."""
+        """Note a batch whose rings were asked to consume it, and answer later."""
         self._open.discard(batch)
-        if batch.answered:
-            batch.accepted  # noqa: B018  # looks at the answers
-        else:
-            self.unanswered.append(batch)
+        self.unanswered.append(batch)
 
     def settle(self, most: int) -> None:
-        """Look at the answers that have come, and wait until at most so many are missing."""
-        while self.unanswered and (len(self.unanswered) > most or self.unanswered[0].answered):
+        """Look at answers, and wait for those of all but so many batches."""
+        while len(self.unanswered) > most:
             self.unanswered.popleft().accepted  # noqa: B018
 
     def let_go_of_slots(self) -> None:
         """Let consumed batches go, to which a caller may refer while the next one is taken."""
-        for batch in list(self._looked_at):
-            batch.let_go_of_slots()
-        self._looked_at.clear()
+        for each in self.in_slots:
+            if (batch := each()) is not None:
+                batch.let_go_of_slots()
+        self.in_slots.clear()
 
     def consumed(self, batch: Batch, verdicts: npt.NDArray[np.bool_]) -> None:
         """Note what was consumed: all of an accepted batch, since the model has learned from it, else what was ours."""
-        learned = batch in self._accepted
-        self._accepted.discard(batch)
-        for at, (delivery, ours) in enumerate(zip(deliveries(batch), verdicts.tolist(), strict=True)):
-            if (ours or learned) and self.consumed_record.accept(*delivery):
+        self._open.discard(batch)
+        for delivery, ours in zip(deliveries(batch.parts), verdicts.tolist(), strict=True):
+            if (ours or batch.learned) and self.consumed_record.accept(*delivery):
                 self.consumed_count += 1
-            if ours and at in batch.joined:  # where another trainer has the claim, its parents are left to that one
-                for part in batch.joined[at].parts:
+        for at, joined in batch.joined.items():
+            if verdicts[at]:  # where another trainer has the claim, its parents are left to that one
+                for part in joined.parts:
                     part.ack(self.client)
-        self._looked_at.add(batch)
+        if batch.in_slots:
+            self.in_slots.append(weakref.ref(batch))
         if not verdicts.all():
             self.lost += int((~verdicts & ~batch.in_question).sum())
 
     def given_back(self, batch: Batch) -> None:
         """Note that a batch was given back."""
         self._open.discard(batch)
-        self._accepted.discard(batch)
         self.returned += len(batch)
 
     def with_accepted(self) -> ConsumedRecord:
         """Return a copy of the record with what accepted batches have."""
         record = self.consumed_record.copy()
-        for batch in list(self._accepted):
-            for delivery in deliveries(batch):
-                record.accept(*delivery)
+        for batch in (*self._open, *self.unanswered):
+            if batch.learned:
+                for delivery in deliveries(batch.parts):
+                    record.accept(*delivery)
         return record
 
     def say_ageless(self, batch: Batch) -> None:
@@ -716,25 +700,20 @@ class Record:
 def _of_traced_writes(batch: Batch) -> Iterator[Mapping[str, Any]]:
     """Iterate over the metadata of the payloads whose writes were traced."""
     for part in batch.parts:
-        for note in map(part.note, range(len(part))):
-            if _CONTEXT in note:
-                yield Ticket.decode(note).metadata
+        for at in part.marked(_CONTEXT):
+            yield Ticket.decode(part.note(at)).metadata
 
 
-def deliveries(batch: Batch) -> Iterator[Delivery]:
-    """Iterate over what a record has of a batch's payloads."""
-    return (each for part in batch.parts for each in deliveries_of(part))
-
-
-def deliveries_of(part: Claimed) -> Iterator[Delivery]:
-    """Iterate over what a record has of a part's payloads; restored ones have the identity that they had first."""
-    ring = ring_of(part)
-    for at, (slot, generation, rank, *_) in enumerate(columns_of([part]).T.tolist()):
-        note = part.note(at)
-        if _ORIGIN in note:
-            yield (*Ticket.decode(note).origin, rank)
-        else:
-            yield ring, slot, generation, rank
+def deliveries(parts: Sequence[Claimed]) -> list[Delivery]:
+    """Return what a record has of payloads; restored ones have the identity that they had first."""
+    found: list[Delivery] = []
+    for part in parts:
+        ring, begin = part.ring, len(found)
+        for slot, generation, rank in columns_of([part])[:3].T.tolist():
+            found.append((ring, slot, generation, rank))
+        for at in part.marked(_ORIGIN):
+            found[begin + at] = (*Ticket.decode(part.note(at)).origin, found[begin + at][-1])
+    return found
 
 
 def consume_one(part: Claimed, at: int) -> None:
