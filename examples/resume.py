@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 
 from transport import Rollout, Schema, ServerOptions, Trainer
@@ -24,20 +25,21 @@ PROMPTS, ROLLOUTS, BATCH, EVERY = 400, 2, 8, 5
 AT_ONCE = ServerOptions(linger_s=0)  # what a killed rollout has left comes from the snapshot
 
 
-def rollout(folder: Path, rings: str, number: int) -> None:
+def rollout(folder: Path, rings: str, number: str) -> None:
     """Write an answer to each prompt of this rollout's share that the restored job does not have yet."""
     known = set(json.loads((folder / "known.json").read_text()))
     with Rollout(SCHEMA, rings, slots=16, server=AT_ONCE) as writer:
-        for prompt in range(number, PROMPTS, ROLLOUTS):
+        for prompt in range(int(number), PROMPTS, ROLLOUTS):
             if prompt not in known:
                 writer.write({"reward": float(prompt)}, metadata={"prompt": prompt})
 
 
-def train(folder: Path, rings: str, step: int) -> None:
+def train(folder: Path, rings: str, start: str) -> None:
     """Learn from all payloads, with a checkpoint and a snapshot every few batches."""
+    step, expected = map(int, start.split())
     state = checkpoint(folder, step)
     upload = None
-    with Trainer(SCHEMA, rings, record=bytes.fromhex(state["record"]), expected_rollouts=ROLLOUTS + 1) as trainer:
+    with Trainer(SCHEMA, rings, record=bytes.fromhex(state["record"]), expected_rollouts=expected) as trainer:
         for batch in trainer.batches(BATCH):
             state["weights"] += float(batch["reward"].sum())
             state["learned"] += [payload.metadata["prompt"] for payload in batch]
@@ -83,13 +85,21 @@ def launch(folder: Path) -> None:
     known = state["learned"] + [payload.ticket.metadata["prompt"] for payload in payloads]
     (folder / "known.json").write_text(json.dumps(known))
     program = [sys.executable, __file__, str(folder)]
-    with Rollout(SCHEMA, rings, slots=max(1, len(payloads)), server=AT_ONCE, drain_s=600) as restored:
+    expected = ROLLOUTS  # that have to end before the trainer does
+    with ExitStack() as stack:
         if saved:
-            with saved:
-                saved.restore(restored, consumed=[ConsumedRecord.from_bytes(bytes.fromhex(state["record"]))])
+            stack.enter_context(saved)
+        if saved and payloads:
+            restored = Rollout(SCHEMA, rings, slots=len(payloads), server=AT_ONCE, drain_s=600)
+            stack.enter_context(restored)
+            record = ConsumedRecord.from_bytes(bytes.fromhex(state["record"]))
+            if saved.restore(restored, consumed=[record]).tickets:
+                expected += 1
+            else:  # its end would come before there is a trainer to hear of it
+                stack.close()
         job = [subprocess.Popen([*program, "rollout", rings, str(number)]) for number in range(ROLLOUTS)]
-        job.append(subprocess.Popen([*program, "train", rings, str(step)]))
-    # the end of the with has waited until a trainer has consumed what was restored
+        job.append(subprocess.Popen([*program, "train", rings, f"{step} {expected}"]))
+    # the end of the with has waited until the trainer has consumed what was restored
     assert [process.wait() for process in job] == [0] * len(job)
 
 
@@ -113,5 +123,5 @@ if __name__ == "__main__":
                 main(Path(new))
         case [folder]:
             launch(Path(folder))
-        case [folder, role, rings, number]:
-            {"rollout": rollout, "train": train}[role](Path(folder), rings, int(number))
+        case [folder, role, rings, which]:
+            {"rollout": rollout, "train": train}[role](Path(folder), rings, which)
