@@ -140,7 +140,7 @@ class UpdateBarrier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 role = self._role(store, rank, version, metadata, stopped, failed)
                 rank.join(role, version, self.timeout_s, failed)
                 rank.transfer(version, self.timeout_s, failed)
-                self._agree(store, rank, AttemptPhase.LANDED, stopped, called)
+                self._agree(store, rank, AttemptPhase.LANDED, stopped)
             except BaseException as error:
                 self._give_up(store, rank, error)
                 raise
@@ -169,7 +169,7 @@ class UpdateBarrier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             with _Beside(beside, self.timeout_s) as called:
                 try:
                     rank.load()
-                    self._agree(store, rank, AttemptPhase.LOADED, partial(self._stopped, rank, called, str), called)
+                    self._agree(store, rank, AttemptPhase.LOADED, partial(self._stopped, rank, called, str))
                 except BaseException as error:
                     self._give_up(store, rank, error)
                     raise
@@ -199,7 +199,7 @@ class UpdateBarrier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 return
         rank.end(error)  # it has loaded nothing; where it can tell nobody, the others wait until their time is over
 
-    def _agree(self, store: Store, rank: BarrierRank, phase: AttemptPhase, stopped: Failed, called: _Beside) -> None:
+    def _agree(self, store: Store, rank: BarrierRank, phase: AttemptPhase, stopped: Failed) -> None:
         """Wait until every rank has come so far. WeightsError when one has failed, and then for all ranks.
 
         A rank that waits says so again and again: one that ended, or lost its way to the store, is not counted.
