@@ -92,49 +92,6 @@ class OwnerInfo:
     lease_ns: int  # its claims end after so long without one; 0: with its process
     port: int  # 0 unless a listener
 
-# what became of a claim
-OPEN: int
-CONSUMED: int
-REFUSED: int  # it was not held any more
-GIVEN_BACK: int
-ENDED: int
-
-@final
-class Claim(Buffer):
-    """One delivery, which this object owns. The payload's bytes in its slot are its buffer.
-
-    An end is asked for once: its answer is the claim's ``verdict``. The same call answers the same again;
-    another end is refused. A claim that is open goes back with the object, uncounted, and memory that was kept is let
-    go; a view into the payload keeps the object. When the ring is closed, or in a forked child, it does nothing.
-    """
-
-    ring: Ring
-    slot: int
-    generation: int
-    rank: int
-    attempts: int  # claims of this delivery, this one included; tells it from every other
-    in_vain: int  # claims before it that count for ``most_attempts``
-    readers: int
-    length: int
-    checksum: int
-    sequence: int
-    deadline_ns: int
-    policy_version: int | None
-    verdict: int  # OPEN, CONSUMED, REFUSED, GIVEN_BACK or ENDED
-    held: bool  # open, and still this attachment's
-    def __buffer__(self, flags: int, /) -> memoryview: ...
-    def payload(self) -> memoryview:
-        """The payload's bytes, read-only. The claim keeps them, also when the ring is closed."""
-    def finish(self, keep_pin: bool = False) -> bool:
-        """Consume: True if the claim was held. With ``keep_pin`` the memory stays until `release_memory` or the end."""
-    def release_memory(self) -> None:
-        """Release memory that `finish` kept."""
-    def give_back(self, delay_s: float = 0.0, in_vain: bool = True) -> bool:
-        """To be claimed again, by any owner, after the delay; ``in_vain``: it counts as a delivery. False: it was not
-        held."""
-    def end(self, how: str, reason: str, consumer: str = "") -> bool:
-        """The delivery ends "discarded", "dead" or "aged", and is logged. False: it was not held."""
-
 @final
 class Ring:
     """One attachment of this process to a ring's segment.
@@ -237,24 +194,7 @@ class Ring:
     def reclaim(self) -> int:
         """Clear the bits of every owner proven dead, and end its claims; number of slots changed."""
 
-    # --- the ring as the queue: a claim is a pin and the rank's claim word -------------------------
-    def claim(
-        self,
-        most: int,
-        timeout_s: float,
-        *,
-        rank: int = 0,
-        most_bytes: int | None = None,
-        oldest_version: int | None = None,
-        most_attempts: int = 0,
-        consumer: str = "",
-    ) -> list[Claim]:
-        """Up to ``most`` payloads that are unclaimed for this rank, the oldest first; waits for the first one.
-
-        No more than ``most_bytes``, unless the first one alone has more. What is older than ``oldest_version``, was
-        claimed ``most_attempts`` times (0: no limit) or is past its deadline is ended and logged instead. Claims of
-        owners that are dead, or silent for longer than their own lease, end within a second of this call.
-        """
+    # --- claims: a pin and the rank's claim word ----------------------------------------------------
     def claim_batch(
         self,
         most: int,
@@ -266,7 +206,12 @@ class Ring:
         most_attempts: int = 0,
         consumer: str = "",
     ) -> ClaimedBatch:
-        """`claim`, without an object for each."""
+        """Up to ``most`` payloads that are unclaimed for this rank, the oldest first; waits for the first one.
+
+        No more than ``most_bytes``, unless the first one alone has more. What is older than ``oldest_version``, was
+        claimed ``most_attempts`` times (0: no limit) or is past its deadline is ended and logged instead. Claims of
+        owners that are dead, or silent for longer than their own lease, end within a second of this call.
+        """
     def set_lease(self, lease_s: float | None) -> None:
         """Claims of this attachment end when it is silent for so long; None: never. The longest ever asked for counts.
 
@@ -488,7 +433,8 @@ class ClaimedBatch(Buffer):
     def verify(self) -> list[int]:
         """The payloads whose checksum is wrong."""
     def finish(self, keep: bool = False) -> bytes:
-        """`Claim.finish` of each: 1 or 0 for each, and the same when it is called again."""
+        """Consume: 1 for each whose claim was held, else 0; the same when it is called again. ``keep``: the memory of
+        those that count stays until `release`, or the end of this object."""
     def renew(self) -> int:
         """`Ring.heard`; how many are held."""
     def consume(self, index: int) -> bool:

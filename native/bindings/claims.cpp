@@ -1,4 +1,4 @@
-// Claims: the ring as the queue.
+// Claims of a ring.
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -19,15 +19,7 @@ using namespace nb::literals;
 
 namespace {
 
-constexpr const char* kVerdicts[] = {"open", "consumed", "refused", "given back", "ended"};
-constexpr const char* kVerdictNames[] = {"OPEN", "CONSUMED", "REFUSED", "GIVEN_BACK", "ENDED"};
 constexpr const char* kEndings[] = {"discarded", "dead", "aged"};
-
-Ended ending(const std::string& name) {
-  const auto found = std::find(std::begin(kEndings), std::end(kEndings), name);
-  if (found == std::end(kEndings)) fail(Fault::argument, "a delivery does not end " + name);
-  return static_cast<Ended>(found - std::begin(kEndings));
-}
 
 // What was claimed and has no object yet. It goes back where making the objects fails.
 struct Unowned {
@@ -59,56 +51,6 @@ void claim(Unowned& into, std::size_t most, double timeout_s, unsigned rank, std
     const std::shared_ptr<Mapping> keep = ring.mapping();
     sleep_without_gil(published, before, Deadline(static_cast<double>(wait_ns) * 1e-9));
   }
-}
-
-// One claim of a ring as a Python object.
-class Claim {
- public:
-  Claim(nb::handle_t<Ring> ring, const Claimed& claimed)
-      : keep_(nb::borrow(ring)),
-        ring_(nb::inst_ptr<Ring>(ring)),
-        mapping_(ring_->mapping()),
-        data_(ring_->payload(claimed.id.slot)),
-        owned(*ring_, claimed) {}
-
-  const Claimed& claimed() const { return owned.claimed(); }
-  nb::object ring() const { return keep_; }
-
-  // The payload's bytes. What looks into them keeps the claim, and its memory while the claim is not ended.
-  static nb::object payload(nb::handle_t<Claim> self) {
-    Claim& claim = *nb::inst_ptr<Claim>(self);
-    claim.ring_->require_open();
-    claim.owned.lend();
-    return nb::steal(PyMemoryView_FromObject(self.ptr()));
-  }
-  static int get_buffer(PyObject* self, Py_buffer* view, int flags) {
-    const Claim* claim = nb::inst_ptr<Claim>(self);
-    return PyBuffer_FillInfo(view, self, claim->data_, static_cast<Py_ssize_t>(claim->claimed().length), 1, flags);
-  }
-
- private:
-  nb::object keep_;
-  Ring* ring_;
-  std::shared_ptr<Mapping> mapping_;
-  std::byte* data_;
-
- public:
-  OwnedClaim owned;  // the last: it ends before what it uses
-};
-PyType_Slot claim_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(Claim::get_buffer)}, {0, nullptr}};
-
-nb::list claim_each(nb::handle_t<Ring> ring, std::size_t most, double timeout_s, unsigned rank,
-                    std::optional<std::uint64_t> most_bytes, std::optional<std::int64_t> oldest_version,
-                    unsigned most_attempts, const std::string& consumer) {
-  Unowned found{*nb::inst_ptr<Ring>(ring), {}};
-  claim(found, most, timeout_s, rank, most_bytes, oldest_version, most_attempts, consumer);
-  nb::list claims;
-  while (found.next < found.claims.size()) {
-    Claim owned(ring, found.claims[found.next]);
-    ++found.next;
-    claims.append(nb::cast(std::move(owned)));
-  }
-  return claims;
 }
 
 nb::object claim_batch(nb::handle_t<Ring> ring, std::size_t most, double timeout_s, unsigned rank,
@@ -158,13 +100,6 @@ void wait_any(const std::vector<Ring*>& rings, const std::vector<std::uint32_t>&
   check_signals();
 }
 
-nb::str describe(const Claim& claim) {
-  const ClaimId& id = claim.claimed().id;
-  return nb::str("<Claim {}@{} rank {} attempt {}, {} bytes, {}>")
-      .format(id.slot, id.generation, id.rank, id.attempts, claim.claimed().length,
-              kVerdicts[static_cast<unsigned>(claim.owned.verdict())]);
-}
-
 nb::dict depth(const Ring& ring, unsigned rank) {
   const Ring::Depth depth = ring.depth(rank);
   nb::dict counts;
@@ -204,47 +139,11 @@ void bind_claim_types(nb::module_& module) {
       .def_prop_ro("left_s", [](const Deadline& deadline) { return static_cast<double>(deadline.left_ns()) * 1e-9; });
   module.attr("NO_VERSION") = kNoVersion;
   module.attr("MAX_ATTEMPTS") = kMostAttemptsAsked;
-
-  for (unsigned at = 0; at < std::size(kVerdictNames); ++at) module.attr(kVerdictNames[at]) = at;
-
-  nb::class_<Claim>(module, "Claim", nb::is_final(), nb::type_slots(claim_slots), "One delivery, which this object owns.")
-      .def_prop_ro("ring", &Claim::ring)
-      .def_prop_ro("slot", [](const Claim& claim) { return claim.claimed().id.slot; })
-      .def_prop_ro("generation", [](const Claim& claim) { return claim.claimed().id.generation; })
-      .def_prop_ro("rank", [](const Claim& claim) { return claim.claimed().id.rank; })
-      .def_prop_ro("attempts", [](const Claim& claim) { return claim.claimed().id.attempts; })
-      .def_prop_ro("in_vain", [](const Claim& claim) { return claim.claimed().in_vain; })
-      .def_prop_ro("readers", [](const Claim& claim) { return claim.claimed().readers; })
-      .def_prop_ro("length", [](const Claim& claim) { return claim.claimed().length; })
-      .def_prop_ro("checksum", [](const Claim& claim) { return claim.claimed().checksum; })
-      .def_prop_ro("sequence", [](const Claim& claim) { return claim.claimed().sequence; })
-      .def_prop_ro("deadline_ns", [](const Claim& claim) { return claim.claimed().deadline_ns; })
-      .def_prop_ro("policy_version", [](const Claim& claim) { return given_version(claim.claimed().policy_version); })
-      .def_prop_ro("verdict", [](const Claim& claim) { return static_cast<int>(claim.owned.verdict()); })
-      .def_prop_ro("held", [](const Claim& claim) { return claim.owned.held(); })
-      .def("payload", &Claim::payload)
-      .def(
-          "finish", [](Claim& claim, bool keep_pin) { return claim.owned.finish(keep_pin); }, "keep_pin"_a = false)
-      .def("release_memory", [](Claim& claim) { claim.owned.release_memory(); })
-      .def(
-          "give_back",
-          [](Claim& claim, double delay_s, bool in_vain) { return claim.owned.give_back(delay_s, in_vain); },
-          "delay_s"_a = 0.0, "in_vain"_a = true)
-      .def(
-          "end",
-          [](Claim& claim, const std::string& how, const std::string& reason, const std::string& consumer) {
-            return claim.owned.end(ending(how), reason, consumer);
-          },
-          "how"_a, "reason"_a, "consumer"_a = "")
-      .def("__repr__", describe);
 }
 
 void bind_claims(nb::class_<Ring>& ring) {
   ring.def_static("wait_any", wait_any, "rings"_a, "seen"_a, "timeout_s"_a, "bell"_a = nb::none(), "rung"_a = 0u);
-  ring.def("claim", claim_each, "most"_a, "timeout_s"_a, nb::kw_only(), "rank"_a = 0u,
-           "most_bytes"_a = nb::none(), "oldest_version"_a = nb::none(), "most_attempts"_a = 0u,
-           "consumer"_a = "")
-      .def("claim_batch", claim_batch, "most"_a, "timeout_s"_a, nb::kw_only(), "rank"_a = 0u,
+  ring.def("claim_batch", claim_batch, "most"_a, "timeout_s"_a, nb::kw_only(), "rank"_a = 0u,
            "most_bytes"_a = nb::none(), "oldest_version"_a = nb::none(), "most_attempts"_a = 0u,
            "consumer"_a = "")
       .def(

@@ -35,7 +35,6 @@ class OwnedClaim {
 
   const Claimed& claimed() const { return claimed_; }
   const ClaimId& id() const { return claimed_.id; }
-  Verdict verdict() const { return verdict_; }
   bool pinned() const { return pinned_; }  // the memory is this claim's: it is open, or consumed and kept
   bool held() const { return verdict_ == Verdict::open && ring_->holds(claimed_.id); }
 
@@ -59,12 +58,6 @@ class OwnedClaim {
       ended(ring_->end(claimed_.id, how, reason, consumer) ? Verdict::ended : Verdict::refused);
     }
     return verdict_ == Verdict::ended && how_ == how;
-  }
-  // Memory that `finish` kept.
-  void release_memory() {
-    if (verdict_ == Verdict::open || !pinned_) return;
-    ring_->unpin(claimed_.id.slot, claimed_.id.generation);
-    unpinned();
   }
   // Close leaves the slot to this claim until it ends, since something looks into it.
   void lend() {

@@ -62,6 +62,14 @@ def test_a_ring_that_has_no_such_name_is_left_out_and_told(ring: SharedRingBuffe
         take(queue, 8, rank="reference")
 
 
+def test_a_ring_that_is_being_made_has_its_names_yet_to_come() -> None:
+    with SharedRingBuffer.create(SCHEMA, slots=2) as ring, given_rings(ring) as queue:
+        assert take(queue, 1, rank="reference") == []
+        ring.write({"x": 1})
+        with pytest.raises(RankError, match="made without names"):
+            take(queue, 1, rank="reference")
+
+
 @pytest.mark.ucx
 def test_what_comes_from_elsewhere_is_taken_where_a_ring_here_has_no_such_name(ring: SharedRingBuffer) -> None:
     with (

@@ -12,6 +12,7 @@ from typing import Any
 import frame_codec
 import numpy as np
 import pytest
+from claimed import claim_each
 from helpers import asynchronous, settings_with, until
 from scripted_listener import ScriptedListener
 from scripted_peer import BUSY, LARGE, TCP, Peer, Stage, ack, read
@@ -394,7 +395,7 @@ async def test_what_is_given_back_before_it_was_received_keeps_its_delay(ring: S
         assert answer.code == 0
         await received(peer, 1)
         await until(lambda: depth(ring) == (1, 0), "it is given back")
-        assert ring.claim(1) == []
+        assert claim_each(ring, 1) == []
         assert ring.native.due_s(0) > 1.0
 
 
@@ -422,9 +423,9 @@ async def test_a_peer_that_leaves_without_receiving_leaves_its_payload_to_others
     async with Stage(ring) as stage:
         peer, _ = await under_way(stage, ring)
         await peer.gone()
-        [again] = ring.claim(1)
-        assert again.attempts == 2
-        assert bytes(again.view) == LARGE
+        [again] = claim_each(ring, 1)
+        assert again.payload.attempts == 2
+        assert bytes(again.payload.data) == LARGE
         assert again.consume()
 
 
@@ -441,8 +442,8 @@ async def test_an_answer_of_several_payloads_that_breaks_does_not_count_and_the_
         other = await stage.connected()
         assert await received(other, other.tell(demand(3))) == 1
         await other.gone()  # which was alone
-        claims = ring.claim(3)
-        assert sorted(claim.native.in_vain for claim in claims) == [0, 0, 1]
+        claims = claim_each(ring, 3)
+        assert sorted(claim.in_vain for claim in claims) == [0, 0, 1]
         assert all(claim.consume() for claim in claims)
 
 

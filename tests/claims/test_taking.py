@@ -61,7 +61,8 @@ def test_payloads_come_in_the_order_of_writing_to_each_rank_once(ring: SharedRin
     eventually(lambda: free(ring), "every slot is free")
 
 
-def test_an_argument_that_cannot_be_is_refused(rings: FoundRings) -> None:
+def test_an_argument_that_cannot_be_is_refused(ring: SharedRingBuffer, rings: FoundRings) -> None:
+    fill(ring, 1)
     with pytest.raises(RankError, match="no consumer 'x'"):
         take(rings, 1, 1.0, rank="x")
     with pytest.raises(UsageError, match="max_deliveries=0"):

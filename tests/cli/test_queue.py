@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from claimed import consumed
 from found_rings import consume, take
 
 from transport import SharedRingBuffer, UCXXServer
@@ -45,8 +46,7 @@ def test_depth_failures_and_reasons_are_shown(capsys: pytest.CaptureFixture[str]
 def test_one_rank_of_rings_is_counted_on_request(capsys: pytest.CaptureFixture[str]) -> None:
     with SharedRingBuffer.create(slots=4, slot_bytes=64) as ring:
         ring.write_raw(b"for two", readers=2)
-        [claim] = ring.claim(1, rank=1)
-        assert ring.consume([claim]) == [claim]
+        assert consumed(ring, 1, rank=1) == 1
         for rank, ready in (("0", 1), ("1", 0)):
             assert run(["queue", f"rings:{ring.name}", "--rank", rank, "--json", "-"]) == 0
             assert json.loads(capsys.readouterr().out)["depth"]["ready"] == ready

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from claimed import claim_each, consumed
 from cooldown_runs import Run
 from helpers import Child, asynchronous, until
 from silent_server import silent_server
@@ -304,7 +305,7 @@ def test_a_snapshot_of_several_parts_and_blocks_goes_there_and_back() -> None:
             ring.write_raw(data, metadata={"number": number})
         with given_rings(ring) as queue:
             manifest = snapshot(queue, "s3://checkpoints/snapshots", 3).wait(60)
-        ring.consume(ring.claim(4))
+        consumed(ring, 4)
     [part] = manifest.rings
     assert part.data is not None and len(part.data.blocks) == 2
     found = []
@@ -314,7 +315,7 @@ def test_a_snapshot_of_several_parts_and_blocks_goes_there_and_back() -> None:
             Saved("s3://checkpoints/snapshots", 3) as saved,
         ):
             saved.restore(ring, share=(number, 2))
-            found += [bytes(claim.arrays()["data"]) for claim in ring.claim(4)]
+            found += [bytes(claim.payload["data"]) for claim in claim_each(ring, 4)]
     assert found == given
 
 
@@ -327,7 +328,7 @@ def test_a_server_that_is_killed_during_a_snapshot_is_an_error_and_the_ring_is_f
             taken = snapshot(queue, "s3://checkpoints", 3, progress=lambda *_: server.kill())
             with pytest.raises(DestinationError):
                 taken.wait(90)
-        assert len(ring.consume(ring.claim(4))) == 4 and ring.statistics().free == 4
+        assert consumed(ring, 4) == 4 and ring.statistics().free == 4
 
 
 def test_a_configuration_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

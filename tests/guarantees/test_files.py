@@ -49,6 +49,7 @@ def test_a_ring_in_a_file_whose_processes_were_all_killed_is_served_again(kind: 
 # --- a loss of power ----------------------------------------------------------------------------------------
 LIFE = """
 import random, sys
+from claimed import claim_each
 from ring_files import SCHEMA, payload
 from transport import SharedRingBuffer
 
@@ -69,7 +70,7 @@ while True:
             readable[ticket.identity] = each
         say("written", *numbers)
     elif not claims:
-        claims = reader.claim(chosen.randrange(1, 4)) if ring.statistics().ready else []
+        claims = claim_each(reader, chosen.randrange(1, 4)) if ring.statistics().ready else []
     elif chosen.random() < 0.3:
         claims.pop().release(delays.pop() if delays else 0.0)
     else:

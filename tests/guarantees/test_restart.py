@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 from benchmark_programs import run_benchmark
+from claimed import claim_each
+from found_rings import consume, seen, take
 
 from transport import Schema, SharedRingBuffer
 from transport.claims.open import open_rings
@@ -75,11 +77,12 @@ def test_a_job_whose_destination_fails_goes_on_and_is_restored_to_the_step_befor
         model: list[int] = []
         record = ConsumedRecord()
         for step in (1, 2, 3):
-            for claim in queue.claim(3, consumer="trainer"):
-                name, slot, generation = claim.ticket_id.split("/")
-                number = int(ring.native.payload(int(slot))[:8].cast("q")[0])
-                assert queue.ack(claim) and record.accept(name, int(slot), int(generation), 0)
-                model.append(number)
+            for payload in seen(parts := take(queue, 3)):
+                name, slot, generation = payload.name.split("/")
+                model.append(int(payload.data[:8].cast("q")[0]))
+                assert record.accept(name, int(slot), int(generation), 0)
+            assert consume(parts) == [True] * 3
+            del payload, parts
             if step == 2:
                 place.rename(tmp_path / "away")
             taken = snapshot(queue, str(place), step)
@@ -100,5 +103,5 @@ def test_a_job_whose_destination_fails_goes_on_and_is_restored_to_the_step_befor
         assert ring.unread() == []
         model, kept, attempt = checkpoints[1]
         restore(str(place), 1, ring, attempt=attempt, consumed=[ConsumedRecord.from_bytes(kept)])
-        model += [int(claim.arrays()["number"]) for claim in ring.claim(100)]
+        model += [int(claim.payload["number"]) for claim in claim_each(ring, 100)]
     assert sorted(model) == list(range(12))

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 import msgspec
 import numpy as np
 import pytest
+from claimed import claim_each
 from helpers import Child, dead_port, eventually, settings_with
 
 from transport import BlockingClient, Schema, SharedRingBuffer, Trainer, UCXXServer
@@ -198,10 +199,13 @@ def of_a_trainer_and_its_rings() -> None:
             take(1).consume()
             ring.write_many([one] * 6)
             for _ in range(2):
-                assert [claim.release() for claim in ring.claim(6)] == [True] * 6
+                ring.native.claim_batch(6, 0.0).release()
             assert trainer.take(6) is None  # each was delivered twice in vain
             take(2).give_back()
-            assert [claim.discard("by another") for claim in ring.claim(2)] == [True] * 2
+            for claim in claim_each(ring, 2):
+                claim.part.drop(0, "by another", True)
+            ring.write_many([one] * 2, policy_version=1)
+            assert not ring.native.claim_batch(1, 0.0, oldest_version=2)
             lost = take(3)
             for payload in lost:
                 assert ring.native.consume(payload.ticket.slot, payload.ticket.generation, 0)
@@ -227,16 +231,16 @@ def of_a_trainer_and_its_rings() -> None:
             )
             ring.write_many([one] * 2)
             with SharedRingBuffer.attach(ring.name, role="reader") as reader:
-                held = reader.claim(2)
-                assert len(held) == 2
-            waiting = ring.claim(1)  # the claims of who has left are over
-            assert len(waiting) == 1
+                reader.set_lease(1e-9)
+                held = claim_each(reader, 2)
+                waiting = claim_each(ring, 1, 30.0)  # the claims of who was silent are over
+                assert (len(held), len(waiting)) == (2, 1)
             check(
                 seen(queue_samples("queue", rings.depth(), {"held": 1}), 1),
                 {
                     "transport_queue_deliveries": {"ready": 1, "claimed": 1},
-                    "transport_queue_finished_total": {"done": 9, "discarded": 2, "dead": 10},
-                    "transport_queue_retried_total": 2 + 12 + 4,
+                    "transport_queue_finished_total": {"done": 9, "discarded": 2, "dead": 12},
+                    "transport_queue_retried_total": 2 + 12 + 4 + 2,
                     "transport_queue_expired_total": 2,
                     "transport_queue_nothing_total": {"held": 1},
                 },

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from claimed import consumed
 from helpers import Child, eventually
 
 from transport import (
@@ -245,7 +246,7 @@ def test_a_rollout_that_waits_for_its_trainers_at_its_end_has_metrics_meanwhile(
         eventually(lambda: ring.native.ended, "it says its end, and waits")
         assert value(scrape(port), "transport_ring_slots", state="ready") == 1
     finally:
-        assert ring.consume(ring.claim(1))
+        assert consumed(ring, 1)
         ending.join()
 
 

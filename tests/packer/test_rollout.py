@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from claimed import consumed
 from packers import Worker
 
 from transport.errors import BusyPortError, ClosedError, RingFullError, SchemaError, UsageError
@@ -100,7 +101,7 @@ def test_the_end_of_a_group_waits_for_a_slot_as_a_write_does() -> None:
         worker.write_to_buffer(VALUES, group="p")
         with pytest.raises(RingFullError):
             worker.end_group("p", timeout_s=0.0)
-        worker.ring.consume(worker.ring.claim(1))
+        consumed(worker.ring, 1)
         assert worker.end_group("p").ends_group == "p"
     finally:
         worker.cleanup_ucxx()

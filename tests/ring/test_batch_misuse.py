@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from claimed import claim_each
 
 from transport import Schema, SharedRingBuffer, TensorSpec, _ring
 from transport.errors import UsageError
@@ -80,6 +81,6 @@ def test_threads_that_gather_consume_and_release_one_batch_take_turns(ring: Shar
         for thread in threads:
             thread.join()
         batch.release()
-        for left in ring.claim(4):
+        for left in claim_each(ring, 4):
             assert left.consume()
         assert ring.statistics().free == 4

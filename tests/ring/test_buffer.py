@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from claimed import claim_each
 from helpers import SHM, Child, eventually, leaving_at_once, noise, read_bytes, segment_file, slot_state, states
 
 from transport import Schema, SharedRingBuffer, SlotState, Ticket, UpTo, _ring
@@ -116,10 +117,10 @@ def test_a_full_ring_refuses_after_the_time_limit_and_loses_nothing() -> None:
             ring.write_raw(b"c", timeout_s=0.01)
         ring.overflow = "error"
         with SharedRingBuffer.attach(ring.name, role="reader") as reader:
-            held = reader.claim(1)
+            held = claim_each(reader, 1)
             with pytest.raises(RingFullError, match=f"reader {os.getpid()} holds 1"):
                 ring.write_raw(b"c")
-            assert [claim.release() for claim in held]
+            held[0].release()
         assert [read_bytes(ring, ticket) for ticket in tickets] == [b"a", b"b"]
         assert ring.statistics().full_waits >= 1
 
@@ -158,10 +159,10 @@ def test_a_writer_that_waits_for_long_says_once_who_keeps_its_slots(
         SharedRingBuffer.attach(ring.name, role="reader") as reader,
     ):
         ring.write_raw(b"x")
-        [held] = reader.claim(1)
+        [held] = claim_each(reader, 1)
         [claimed] = said(ring)
         assert f"reader {os.getpid()} holds 1" in claimed
-        assert held.release()
+        held.release()
 
 
 def test_overwriting_takes_the_oldest_payload_that_nobody_reads_and_counts_it() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from claimed import claim_batch
+from claimed import claim_batch, claim_each, consumed
 
 from transport import Schema, SharedRingBuffer, Trainer, UCXXServer
 from transport.errors import LayoutError, RankError, SharedMemoryError, UsageError
@@ -55,9 +55,9 @@ def test_unknown_names_and_ranks_are_clear_errors() -> None:
     with SharedRingBuffer.create(SCHEMA, slots=2, consumers={"a": 1, "b": 2}) as ring:
         ring.write({"x": 1})
         with pytest.raises(RankError, match="no consumer 'c': it has a, b"):
-            ring.claim(1, rank="c")
+            claim_each(ring, 1, rank="c")
         with pytest.raises(RankError, match="has 2 ranks; say which one"):
-            ring.claim(1, rank="b")
+            claim_each(ring, 1, rank="b")
         with pytest.raises(RankError, match=r"consumer b has ranks 0\.\.1, not 2"):
             ring.rank_of("b", 2)
         for readers in (1, 4):
@@ -70,7 +70,7 @@ def test_unknown_names_and_ranks_are_clear_errors() -> None:
         assert ring.write({"x": 1}).readers == 1
         assert ring.consumers == {}
         with pytest.raises(RankError, match="it was made without names; give a rank"):
-            ring.claim(1, rank="a")
+            claim_each(ring, 1, rank="a")
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_a_ring_that_is_taken_over_keeps_its_consumers() -> None:
         with pytest.raises(LayoutError, match="made for the consumers a:1,b:1, not for c:1"):
             SharedRingBuffer.create(SCHEMA, slots=2, name=name, consumers=("c",))
         with SharedRingBuffer.create(SCHEMA, slots=2, name=name, consumers=("a", "b")) as second:
-            assert len(second.claim(1, rank="b")) == 1
+            assert len(claim_each(second, 1, rank="b")) == 1
 
 
 @pytest.mark.parametrize("before", [2, None])
@@ -137,7 +137,7 @@ def test_a_ring_is_taken_over_for_as_many_ranks_as_its_payloads_are_for(before: 
                 SharedRingBuffer.create(SCHEMA, slots=2, name=name, consumers=other)
         second = SharedRingBuffer.create(SCHEMA, slots=2, name=name, consumers=2)
         for rank in range(2):
-            assert len(second.consume(second.claim(2, rank=rank))) == 1
+            assert consumed(second, 2, rank=rank) == 1
         second.close(keep_unread=True)
         with SharedRingBuffer.create(SCHEMA, slots=2, name=name, consumers=4) as third:  # nothing is unread
             assert (kept.ring_id, third.write({"x": 2}).readers) == (third.ring_id, 4)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from claimed import claim_each
 from helpers import Child
 from preloaded import needs_compiler, preloaded
 from ring_files import SCHEMA, forget, links_to, payload, take_all
@@ -66,9 +67,9 @@ def test_what_a_killed_writer_had_written_is_claimed_with_or_without_another_wri
         child.kill()
     record = ConsumedRecord()
     with SharedRingBuffer.attach(name, SCHEMA, role="reader") as reader:
-        [claim] = reader.claim(1)
+        [claim] = claim_each(reader, 1)
         assert record.accept(*claim.ticket.identity, 0)
-        assert reader.consume([claim]) == [claim]
+        assert claim.consume()
     forget(file)  # the host starts again
     with made(file) as second:
         assert (second.name, second.ring_id) == (name, ring_id)

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from claimed import claim_batch
+from claimed import claim_batch, claim_each
 
 from transport import Schema, SharedRingBuffer, TensorSpec
 from transport.errors import ClosedError
@@ -44,7 +44,7 @@ def test_a_batch_that_a_forked_child_inherits_stays_its_parents(ring: SharedRing
         assert os.waitpid(child, 0)[1] == 0
         assert ring.native.depth(0)["claimed"] == 2
         assert batch.consume().tolist() == [True, True]
-    assert len(ring.claim(SLOTS)) == 1
+    assert len(claim_each(ring, SLOTS)) == 1
 
 
 def test_a_child_that_is_forked_while_its_parent_waits_for_a_claim_takes_nothing(ring: SharedRingBuffer) -> None:
@@ -72,4 +72,4 @@ def test_a_batch_claimed_in_a_thread_that_nobody_waits_for_any_more_goes_back(ri
         del claiming
     gc.collect()
     assert ring.native.depth(0)["claimed"] == 0
-    assert len(ring.claim(SLOTS)) == 2
+    assert len(claim_each(ring, SLOTS)) == 2

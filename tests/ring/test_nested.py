@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from claimed import claim_batch
+from claimed import claim_batch, claim_each
 from PIL import Image
 
 from transport import BlockingClient, Rollout, Schema, SharedRingBuffer, Ticket, Trainer, UCXXServer, UpTo
@@ -94,10 +94,10 @@ def test_written_and_read_in_every_way(schema: Schema | None) -> None:
                 assert came is not None
                 assert came["prompt"] == sample(index)["prompt"]
             del outcomes, came
-        claims = ring.claim(16)
+        claims = claim_each(ring, 16)
         for number, claim in enumerate(claims):
-            assert claim.arrays()["prompt"] == sample(number)["prompt"]
-        assert len(ring.consume(claims)) == 6
+            assert claim.payload["prompt"] == sample(number)["prompt"]
+        assert [claim.consume() for claim in claims] == [True] * 6
 
 
 def test_an_open_ring_gives_back_the_types_that_went_in() -> None:

@@ -10,6 +10,7 @@ from typing import NoReturn
 import ml_dtypes
 import numpy as np
 import pytest
+from claimed import claim_each
 from helpers import eventually
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -159,8 +160,7 @@ def test_a_batch_larger_than_the_ring_waits_for_its_readers(ring: SharedRingBuff
     def consume() -> None:
         left = 100
         while left:
-            claims = ring.native.claim(3, 30.0)
-            left -= sum(claim.finish() for claim in claims)
+            left -= sum(ring.native.claim_batch(3, 30.0).finish())
 
     reader = threading.Thread(target=consume)
     reader.start()
@@ -187,7 +187,7 @@ def test_the_policy_version_is_the_claims(ring: SharedRingBuffer) -> None:
     ring.write_many([payload(1)], policy_version=7)
     ring.write(payload(2), policy_version=8)
     ring.write(payload(3))
-    versions = [claim.policy_version for claim in ring.native.claim(9, 0.0)]
+    versions = [claim.payload.version for claim in claim_each(ring, 9)]
     assert versions == [7, 8, None]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from claimed import claim_each
 from helpers import NETWORK, Child, eventually, listener_pids, noise
 
 from transport import SharedRingBuffer, Ticket, UCXXClient, UCXXServer
@@ -146,10 +147,10 @@ def test_close_does_not_wait_for_a_view_of_a_payload_that_was_consumed(ring: Sha
     with SharedRingBuffer.attach(ring.name, role="reader") as reader:
         with UCXXServer(ring, addresses=LOCAL, mode=mode) as server:
             ring.write_raw(b"x")
-            [claim] = reader.claim(1)
-            assert reader.consume([claim], keep_memory=True) == [claim]
+            [claim] = claim_each(reader, 1)
+            assert claim.consume(keep=True)
             server.close(drain_s=600)
-        assert bytes(claim.view) == b"x"
+        assert bytes(claim.payload.data) == b"x"
 
 
 @both_modes

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from claimed import claim_each, consumed
 from found_rings import consume, names, seen, some, take
 from helpers import Child
 from hypothesis import given, settings
@@ -83,8 +84,8 @@ def written(ring: SharedRingBuffer, numbers: Iterable[int], **terms: Any) -> Non
 def content(ring: SharedRingBuffer, rank: int = 0) -> list[int]:
     """Numbers of the payloads that this rank is still to consume; their values are what was written."""
     found = []
-    for claim in ring.claim(100, rank=rank):
-        arrays = claim.arrays()
+    for claim in claim_each(ring, 100, rank=rank):
+        arrays = claim.payload
         number = int(arrays["number"])
         assert {name: np.asarray(each).tolist() for name, each in arrays.items()} == {
             name: np.asarray(each).tolist() for name, each in values(number).items()
@@ -106,7 +107,7 @@ def test_payloads_come_back_into_fewer_or_more_rings(prefix: str, place: Path, b
     rings = [SharedRingBuffer.create(SCHEMA, slots=4, prefix=prefix) for _ in range(before)]
     for at, ring in enumerate(rings):
         written(ring, range(10 * at, 10 * at + 4), policy_version=at)
-        ring.consume(ring.claim(1))
+        consumed(ring, 1)
     manifest = snapshot(f"rings:{prefix}", str(place), 7, run="run").wait(60)
     assert (manifest.payloads, len(manifest.rings)) == (3 * before, before)
     for ring in rings:
@@ -130,7 +131,7 @@ def test_payloads_that_describe_themselves_come_back(prefix: str, place: Path) -
         saved_of(ring, place)
     with SharedRingBuffer.create(slots=4, slot_bytes=4096, prefix=prefix) as ring:
         assert len(restore(str(place), None, ring).tickets) == 2
-        first, second = (claim.arrays() for claim in ring.claim(2))
+        first, second = (claim.payload for claim in claim_each(ring, 2))
         assert first["data"].tolist() == [0, 1, 2, 3, 4]
         assert (second["text"], second["more"]) == ("a", {"x": [1, 2.5]}) and second["image"].shape == (3, 4)
 
@@ -169,8 +170,8 @@ def test_rings_with_and_without_a_schema_share_each_payload_once(prefix: str, pl
 def test_ranks_that_were_done_are_done_and_the_others_are_due(prefix: str, place: Path) -> None:
     with SharedRingBuffer.create(SCHEMA, slots=4, prefix=prefix, consumers={"reference": 1, "train": 2}) as ring:
         written(ring, [1, 2])
-        ring.consume(ring.claim(1, rank="reference"))
-        ring.consume(ring.claim(2, rank="train:1"))
+        consumed(ring, 1, rank="reference")
+        consumed(ring, 2, rank="train:1")
         saved_of(ring, place)
     with SharedRingBuffer.create(SCHEMA, slots=4, prefix=prefix, consumers={"reference": 1, "train": 2}) as ring:
         restore(str(place), 1, ring)
@@ -320,7 +321,7 @@ def test_training_goes_on_while_a_slow_destination_takes_a_snapshot(
         assert slow.asked.wait(60) and not taken.done()
         with pytest.raises(TimeoutError):
             taken.wait(0)
-        assert len(ring.consume(ring.claim(8))) == 8
+        assert consumed(ring, 8) == 8
         with pytest.raises(RingFullError):  # the pinned slots are not free yet
             ring.write(values(8), timeout_s=0)
         slow.let.set()
@@ -369,7 +370,7 @@ def test_a_snapshot_that_is_cancelled_leaves_nothing_and_holds_nothing(
         with pytest.raises(UploadCancelledError):
             taken.wait(60)
     assert list(place.rglob("step-*/*/*")) == [] and steps(str(place)) == {}
-    ring.consume(ring.claim(8))
+    consumed(ring, 8)
     assert ring.statistics().free == 8
 
 
@@ -592,7 +593,7 @@ def test_a_ring_that_is_still_there_is_not_restored_beside_itself(
         with pytest.raises(SnapshotError, match="is still here"):
             restore(str(place), 1, second)
         assert second.unread() == []
-        assert len(ring.consume(ring.claim(1))) == 1  # its next payloads have the ids behind those of the snapshot
+        assert consumed(ring, 1) == 1  # its next payloads have the ids behind those of the snapshot
         with pytest.raises(SnapshotError, match="is still here"):
             restore(str(place), 1, second)
 
@@ -606,7 +607,7 @@ def test_a_ring_that_a_killed_writer_left_is_refused_until_it_hands_out_nothing(
     written(left, [1, 2])
     saved_of(left, place)
     if not of_the_cut:
-        assert len(left.consume(left.claim(2))) == 2
+        assert consumed(left, 2) == 2
         written(left, [3])
     with SharedRingBuffer.create(SCHEMA, slots=8, prefix=prefix) as second:
         with SharedRingBuffer.attach(left.name, SCHEMA, role="reader") as reader:
@@ -615,7 +616,7 @@ def test_a_ring_that_a_killed_writer_left_is_refused_until_it_hands_out_nothing(
                 restore(str(place), 1, second)
             assert left.name in str(caught.value) and f"reader {os.getpid()}" in str(caught.value)
             assert second.statistics().free == 8
-            reader.consume(reader.claim(3))
+            consumed(reader, 3)
             assert len(restore(str(place), 1, second, share=(0, 2)).tickets) == 1
         assert len(restore(str(place), 1, second, share=(1, 2)).tickets) == 1
         assert left.name not in _ring.segments()
@@ -626,7 +627,7 @@ def test_of_a_ring_in_a_file_there_is_no_snapshot(prefix: str, place: Path, tmp_
         written(kept, [1])
         with pytest.raises(SnapshotError, match="lies in"):
             saved_of(kept, place)
-        assert len(kept.consume(kept.claim(1))) == 1
+        assert consumed(kept, 1) == 1
 
 
 @pytest.mark.parametrize(
@@ -654,7 +655,7 @@ def test_a_destination_that_is_away_makes_no_snapshot_and_holds_nothing(ring: Sh
         taken = snapshot(queue, str(tmp_path / "away"), 1)
         with pytest.raises(DestinationError, match="No such file"):
             taken.wait(60)
-    ring.consume(ring.claim(8))
+    consumed(ring, 8)
     assert ring.statistics().free == 8
 
 
@@ -671,7 +672,7 @@ def test_a_full_destination_makes_no_snapshot_and_keeps_nothing(prefix: str, tmp
             with given_rings(ring) as queue, pytest.raises(DestinationError, match="no space left"):
                 snapshot(queue, str(path), 1).wait(60)
             assert list(path.rglob("step-*/*/*")) == []
-            assert len(ring.consume(ring.claim(4))) == 4 and ring.statistics().free == 4
+            assert consumed(ring, 4) == 4 and ring.statistics().free == 4
     finally:
         subprocess.run(["umount", "-l", path], check=True)
 
@@ -781,7 +782,7 @@ def test_a_rollout_restores_and_a_trainer_elsewhere_takes_what_it_restored(prefi
             rollout.write_to_buffer(values(number), metadata={"number": number}, policy_version=number)
         taken = snapshot(queue, str(place), 1)
         taken.wait(60)
-        rollout.ring.consume(rollout.ring.claim(5))
+        consumed(rollout.ring, 5)
     with open_rings(f"rings:{prefix}") as queue, Rollout(SCHEMA, slots=8, rings=queue, mode="thread") as rollout:
         restore(str(place), 1, rollout)
         address = f"rings://127.0.0.1:{rollout.ports[0]}"
@@ -825,9 +826,9 @@ def test_a_restore_that_found_no_room_goes_on_where_it_was_and_nothing_comes_twi
         found: list[int] = []
 
         def two_are_consumed() -> None:
-            claims = trainer.claim(2)
-            found.extend(int(claim.arrays()["number"]) for claim in claims)
-            assert len(trainer.consume(claims)) == 2
+            claims = claim_each(trainer, 2)
+            found.extend(int(claim.payload["number"]) for claim in claims)
+            assert sum(claim.consume() for claim in claims) == len(claims)
 
         for now in (4, 2):
             with pytest.raises(RingFullError) as full:
@@ -848,7 +849,7 @@ def test_two_snapshots_at_once_and_a_third_by_the_same_process_are_each_complete
     with given_rings(ring) as queue:
         taken: list[Snapshot] = [snapshot(queue, str(place), step) for step in (1, 2, 3)]
         assert [each.wait(60).payloads for each in taken] == [4, 4, 4]
-    assert len(ring.consume(ring.claim(4))) == 4 and ring.statistics().free == 8
+    assert consumed(ring, 4) == 4 and ring.statistics().free == 8
 
 
 def test_threads_snapshot_and_restore_at_once(ring: SharedRingBuffer, prefix: str, place: Path) -> None:
@@ -867,7 +868,7 @@ def test_threads_snapshot_and_restore_at_once(ring: SharedRingBuffer, prefix: st
 
     with ThreadPoolExecutor(2) as threads:
         assert list(threads.map(take, (1, 2))) == [8, 8]
-        assert len(ring.consume(ring.claim(8))) == 8 and ring.statistics().free == 8
+        assert consumed(ring, 8) == 8 and ring.statistics().free == 8
         ring.close()
         assert [number for found in threads.map(put, (0, 1)) for number in found] == list(range(8))
 
@@ -875,6 +876,7 @@ def test_threads_snapshot_and_restore_at_once(ring: SharedRingBuffer, prefix: st
 FORKED = """
 import os, sys
 from pathlib import Path
+from claimed import claim_each, consumed
 from transport import Schema, SharedRingBuffer
 from transport.cooldown.destinations.folder import Folder
 from transport.errors import ClosedError
@@ -912,12 +914,12 @@ if child == 0:
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
 os.close(let)
 assert taken.wait(60).payloads == 4
-assert len(ring.consume(ring.claim(4))) == 4 and ring.statistics().free == 4
+assert consumed(ring, 4) == 4 and ring.statistics().free == 4
 ring.close()
 for step in (1, 2):
     with SharedRingBuffer.create(schema, slots=4, prefix=prefix) as new:
         restore(place, step, new)
-        assert [int(claim.arrays()["number"]) for claim in new.claim(4)] == [0, 1, 2, 3]
+        assert [int(claim.payload["number"]) for claim in claim_each(new, 4)] == [0, 1, 2, 3]
 print("done", flush=True)
 """
 
@@ -945,7 +947,7 @@ def test_a_payload_with_the_longest_ticket_is_restored(prefix: str, place: Path)
         saved_of(ring, place)
     with SharedRingBuffer.create(slots=2, slot_bytes=4096, prefix=prefix) as ring:
         [back] = restore(str(place), 1, ring).tickets
-        assert back.origin == ticket.identity and len(ring.claim(1)) == 1
+        assert back.origin == ticket.identity and len(claim_each(ring, 1)) == 1
 
 
 def test_a_record_of_another_trainer_is_asked_as_well(ring: SharedRingBuffer, prefix: str, place: Path) -> None:

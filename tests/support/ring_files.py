@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+from claimed import claim_each
 
 from transport.packer.consumed_record import ConsumedRecord
 from transport.ring.buffer import SharedRingBuffer
@@ -34,13 +35,13 @@ def payload(number: int) -> dict[str, object]:
 def take_all(ring: SharedRingBuffer, record: ConsumedRecord) -> list[int]:
     """Consume everything; the numbers of what the record has not, and now has."""
     fresh = []
-    claims = ring.claim(ring.slot_count) if ring.statistics().ready else []
+    claims = claim_each(ring, ring.slot_count) if ring.statistics().ready else []
     for claim in claims:
-        arrays = claim.arrays()
+        arrays = claim.payload
         number = int(arrays["number"])
         assert np.array_equal(arrays["data"], payload(number)["data"]), f"other bytes than those of {number}"
         if record.accept(*claim.ticket.identity, 0):
             fresh.append(number)
         del arrays
-    assert len(ring.consume(claims)) == len(claims)
+    assert sum(claim.consume() for claim in claims) == len(claims)
     return fresh

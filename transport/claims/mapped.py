@@ -93,15 +93,17 @@ class RingsOfHost:
         if (found := known.get((schemas, rank))) is not None:
             return found
         ranked: list[Ranked] = []
-        unknown = None
+        unknown, lacking = None, False
         for ring in self.rings(schemas):
             try:
                 ranked.append((ring, ring.rank_of(rank) if isinstance(rank, str) else rank))
             except ClosedError:  # closed meanwhile, by another thread
                 continue
             except RankError as error:
-                unknown = error
-        if unknown is not None:  # a ring may come that has it
+                lacking = True  # a ring may come that has it
+                if ring.native.consumers or ring.native.counters()["publishes"]:  # else it is being made
+                    unknown = error
+        if lacking:
             return ranked, None if ranked else unknown
         known[schemas, rank] = found = ranked, None
         return found

@@ -36,8 +36,6 @@ from transport.errors import (
 )
 from transport.ring import attachment
 from transport.ring.attachment import Attachment
-from transport.ring.claimed import ClaimedPayload
-from transport.ring.claiming import check_claim
 from transport.ring.consumers import Consumers, consumers_of, consumers_text, rank_of, ranks_of
 from transport.ring.leases import ReadLease, WriteLease, ordered_lengths
 from transport.ring.overflow import Overflow, Overflowing
@@ -150,7 +148,7 @@ class SharedRingBuffer(Attachment):
                 that nobody reads or has claimed, also where some of its ranks have consumed it.
             consumers: names of stages that each see every payload once, names with how many ranks each has, or how many
                 ranks without names; at most 16 together. Every payload is written for all of them; `rank_of` and
-                ``claim(rank="name")`` know the names. None: each write says for how many ranks it is.
+                ``Trainer(rank="name")`` know the names. None: each write says for how many ranks it is.
             file: the ring lies in this file instead of /dev/shm, and outlives every process with what is unread in it
                 (docs/UCXX.md#a-ring-in-a-file). The file names the ring. Only its user removes it.
             sync: of a file: "never", or "publish": a payload is on disk, and then it can be read; so it outlives a loss
@@ -584,44 +582,7 @@ class SharedRingBuffer(Attachment):
         self.check(ticket)
         return self.native.discard(ticket.slot, ticket.generation)
 
-    # --- the ring as the queue ------------------------------------------------------------------------
-    def claim(
-        self,
-        n: int = 1,
-        timeout_s: float = 0.0,
-        *,
-        rank: int | str = 0,
-        most_bytes: int | None = None,
-        oldest_version: int | None = None,
-        max_deliveries: int = 0,
-        consumer: str = "",
-    ) -> list[ClaimedPayload]:
-        """Up to ``n`` payloads that are unclaimed for this rank, the oldest first; waits for the first one.
-
-        A claim is this attachment's until it is consumed, released or discarded, nothing refers to it any more, or the
-        process ends; then, unless it was consumed or discarded, any reader may claim the payload again. `set_lease` has
-        it end as well when this attachment is silent.
-
-        Args:
-            rank: whose; or the name of a consumer of one rank, see `create` and `rank_of`.
-            most_bytes: of all together, unless the first one alone has more.
-            oldest_version: what was written under an older policy version is discarded, and counted as aged.
-            max_deliveries: what was claimed that often in vain is dead; 0: no limit.
-            consumer: names the claimer in reports of failures.
-        """
-        found = self.rank_of(rank)
-        check_claim(n, found)
-        claims = self.native.claim(
-            n,
-            timeout_s,
-            rank=found,
-            most_bytes=most_bytes,
-            oldest_version=oldest_version,
-            most_attempts=min(max_deliveries, _ring.MAX_ATTEMPTS),
-            consumer=consumer,
-        )
-        return [ClaimedPayload(self, claim) for claim in claims]
-
+    # --- leases of claims -----------------------------------------------------------------------------
     def set_lease(self, lease_s: float | None) -> None:
         """Let claims of this attachment end when it is silent for so long, as when its process is stopped.
 
@@ -631,13 +592,6 @@ class SharedRingBuffer(Attachment):
         if lease_s is not None and not lease_s > 0:
             raise UsageError(f"lease_s={lease_s}; a lease lasts for some time, and None for ever")
         self.native.set_lease(lease_s)
-
-    def consume(self, claims: Sequence[ClaimedPayload], *, keep_memory: bool = False) -> list[ClaimedPayload]:
-        """Say that these were used; returns those that were still this attachment's, and only those count.
-
-        With ``keep_memory`` what is returned stays in its slot until `ClaimedPayload.release_memory`.
-        """
-        return [claim for claim in claims if claim.native.finish(keep_memory)]
 
     # --- looking and tidying ----------------------------------------------------------------------------
     def get_ready_count(self) -> int:
