@@ -162,6 +162,25 @@ def test_a_loop_that_is_left_gives_back_what_it_had_not_used(
     assert steps_of(next(iter(loader))) == steps
 
 
+@pytest.mark.parametrize("kind", [lambda dataset: dataset, TicketLoader])
+def test_a_loop_that_another_follows_gives_back_its_batch_and_ends(
+    kind: Callable[..., Any], worker: Worker, queue: FoundRings, dataset: Callable[..., TicketDataset]
+) -> None:
+    worker.play(8)
+    loader = kind(dataset(batch_size=2))
+    first = iter(loader)
+    assert steps_of(next(first)) == [1, 2]
+    found = []
+    for batch in loader:
+        found += steps_of(batch)
+        if first is not None:
+            with pytest.raises(UsageError, match="one loop at a time"):
+                next(first)
+            first = None
+    assert sorted(found) == list(range(1, 9))
+    assert queue.depth().done == 8
+
+
 def test_what_was_consumed_before_a_break_is_not_given_back(
     worker: Worker, queue: FoundRings, dataset: Callable[..., TicketDataset]
 ) -> None:

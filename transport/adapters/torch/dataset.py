@@ -136,7 +136,8 @@ class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not ther
             options["record"] = ConsumedRecord(options.get("settings") or DEFAULTS)
         self._options = options
         self._orders: Sequence[multiprocessing.connection.Connection] = ()  # of the trainer, one for each worker
-        self._in_hand: tuple[Trainer, Batch] | None = None
+        self._in_hand: tuple[Trainer, Batch] | None = None  # of the latest iteration
+        self._turn = object()  # of the latest iteration
         self._in_workers = False  # a loader of it has worker processes, which keep the records of what they consumed
         self._behind_end = False  # an iteration has met the end of data, of which later ones may know nothing
 
@@ -149,10 +150,11 @@ class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not ther
         return {**self.__dict__, "_in_hand": None}
 
     def __iter__(self) -> Iterator[Any]:
-        """Batches; asking for the next one consumes the previous one.
+        """Batches; asking for the next one consumes the previous one. One loop at a time: a new one ends the others.
 
         Raises the errors of `Trainer`, and UsageError in a worker process with options that do not work there,
-        and in a loader that asks ahead, which is known of DataLoader with a batch size and of Accelerate.
+        in a loader that asks ahead, which is known of DataLoader with a batch size and of Accelerate, and where a loop
+        goes on after another one has begun: its batch was given back.
         """
         worker = get_worker_info()
         if worker is None:
@@ -166,6 +168,8 @@ class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not ther
         return _in_a_worker(self, worker.id, self._orders[worker.id])
 
     def _in_this_process(self) -> Iterator[Any]:
+        turn = self._turn = object()
+        self._in_hand = None  # what another loop has in hand is given back
         with self.stream() as stream:
             while True:
                 stream.trainer.version = self.version
@@ -179,9 +183,11 @@ class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not ther
                     del batch
                     yield data
                     del data
+                    _require_latest(self._turn is turn)
                     self.consume()
                 finally:
-                    self._in_hand = None
+                    if self._turn is turn:
+                        self._in_hand = None
 
     def consume(self) -> None:
         """Consume the current batch now, before leaving the loop. Idempotent. For iteration in this process."""
@@ -283,6 +289,14 @@ class _Stream:
             if self.ended or time.monotonic() >= give_up or (behind and self.trainer.rings.finished(0)):
                 break
         return None
+
+
+def _require_latest(latest: bool) -> None:
+    """Raise UsageError in a loop that another one has followed, which has given back what this one had in hand."""
+    if not latest:
+        raise UsageError(
+            "another loop over this dataset has begun, and the batch of this one was given back: use one loop at a time"
+        )
 
 
 def _check_in_turn() -> None:
@@ -406,6 +420,7 @@ class TicketLoader(DataLoader):  # type: ignore[misc]  # torch is not there when
         dataset._in_workers |= num_workers > 0
         self._workers: list[multiprocessing.connection.Connection] = []  # of the iteration under way
         self._in_hand: _Delivery | None = None
+        self._turn = object()  # of the latest iteration
 
     def __iter__(self) -> Iterator[Any]:
         """Batches as `collate` makes them. Asking for the next one consumes the last one; one loop at a time."""
@@ -419,7 +434,8 @@ class TicketLoader(DataLoader):  # type: ignore[misc]  # torch is not there when
         pipes = [context.Pipe(duplex=False) for _ in range(self.num_workers)]
         ours = [sending for _, sending in pipes]
         self.dataset._orders = [receiving for receiving, _ in pipes]
-        batches = None
+        turn = self._turn = object()
+        self._in_hand = batches = None
         try:
             batches = super().__iter__()
             for receiving, _ in pipes:
@@ -433,9 +449,11 @@ class TicketLoader(DataLoader):  # type: ignore[misc]  # torch is not there when
                     continue
                 self._in_hand = delivery
                 yield delivery.data
+                _require_latest(self._turn is turn)
                 self.consume()
         finally:
-            self._in_hand, self._workers, self.dataset._orders = None, [], ()
+            if self._turn is turn:
+                self._in_hand, self._workers, self.dataset._orders = None, [], ()
             for worker in ours:
                 _tell(worker, "stop 0")
             del batches  # ends the workers, once they have given back what was not used
