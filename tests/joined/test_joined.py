@@ -8,10 +8,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
+from claimed import claim_each
 from helpers import asynchronous
 
 from transport import BlockingClient, Schema, SharedRingBuffer, StaleSlotError, Ticket, UCXXClient, UCXXServer, UpTo
@@ -207,6 +210,41 @@ def test_a_group_that_does_not_fit_leaves_nothing() -> None:
             with pytest.raises(UsageError, match="1 to 16 readers"):
                 write_group(common, shared, wrong, samples_ring=ring)
         assert (common.statistics().free, ring.statistics().free) == (2, 2)
+
+
+def test_a_sample_that_was_consumed_before_the_group_failed_is_named_as_written() -> None:
+    samples = Schema.of(completion=("text", UpTo(64)), parents=PARENTS)
+    with (
+        SharedRingBuffer.create(ROLLOUT, slots=2) as common,
+        SharedRingBuffer.create(samples, slots=2, overflow="block") as ring,
+        ThreadPoolExecutor(1) as pool,
+    ):
+
+        def consume() -> None:
+            [claimed] = claim_each(ring, 1, 20.0)
+            claimed.consume()
+
+        consuming = pool.submit(consume)
+        with pytest.raises(RingFullError) as caught:
+            write_group(
+                common, {"prompt": "", "tokens": []}, [{"completion": "x"}] * 4, samples_ring=ring, timeout_s=0.5
+            )
+        consuming.result()
+        assert [ticket.slot for ticket in caught.value.written] == [0]
+        assert ring.statistics().free == 2
+
+
+def test_numbers_of_numpy_are_readers(rings: Rings) -> None:
+    rolled = rings.rollout.write({"prompt": "", "tokens": []}, readers=2)
+    assert with_parents({}, [Parent(rolled, np.int64(1))]) == with_parents({}, [Parent(rolled, 1)])  # type: ignore[arg-type]
+    tickets = write_group(
+        rings.rollout,
+        {"prompt": "", "tokens": []},
+        [{"reward": 1}] * 2,
+        samples_ring=rings.reward,
+        readers=np.int64(2),
+    )  # type: ignore[arg-type]
+    assert [ticket.readers for ticket in tickets] == [2, 2]
 
 
 def test_a_group_whose_write_is_interrupted_leaves_nothing() -> None:

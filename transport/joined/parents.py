@@ -10,12 +10,14 @@ reader joins them.
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from transport import _ring
 from transport.errors import ClosedError, PayloadDamagedError, RankError, TicketError, UsageError
 from transport.ring.buffer import MAX_READERS, SharedRingBuffer
+from transport.ring.writes import Tickets
 from transport.schema import UpTo
 from transport.ticket import Ticket
 
@@ -47,7 +49,8 @@ def with_parents(values: Mapping[str, Any], parents: Sequence[Ticket | Parent]) 
         raise UsageError(f"the field {FIELD!r} names a payload's parents; give yours another name")
     if not isinstance(parents, list | tuple) or not 1 <= len(parents) <= MAX_PARENTS:
         raise UsageError(f"parents={parents!r:.80}; give 1 to {MAX_PARENTS} tickets, in a list")
-    named = [each if isinstance(each, Parent) else Parent(each) for each in parents]
+    given = [each if isinstance(each, Parent) else Parent(each) for each in parents]
+    named = [Parent(ticket, operator.index(first)) for ticket, first in given]  # numpy's numbers are none to a reader
     for ticket, first in named:
         if not isinstance(ticket, Ticket):
             raise UsageError(f"a parent is a {type(ticket).__name__}; give its Ticket")
@@ -98,9 +101,10 @@ def write_group(
 
     Raises:
         UsageError: too many samples for 16 ranks, or none.
-        What `SharedRingBuffer.write_many` raises; nothing stays written, nor does it where the call is interrupted.
+        What `SharedRingBuffer.write_many` raises, or what interrupts the call: what was written by then is discarded.
+            ``written`` has the tickets of samples that readers had consumed before, which cannot be taken back.
     """
-    count = len(samples)
+    count, readers = len(samples), operator.index(readers)
     if not 1 <= count * readers <= MAX_READERS:
         raise UsageError(
             f"{count} samples for {readers} ranks each; a common payload has 1 to {MAX_READERS} readers: write larger "
@@ -122,10 +126,11 @@ def write_group(
 
 
 def _discard(ring: SharedRingBuffer, error: BaseException) -> None:
-    """Discard what a call had written when this ended it."""
+    """Discard what a call had written when this ended it; ``written`` of the error is then what was consumed before."""
+    consumed: list[bytes] = []
     with contextlib.suppress(ClosedError):  # what a closed ring had unread is discarded
-        for ticket in getattr(error, "written", ()):
-            ring.discard(ticket)
+        consumed += [ticket.encode() for ticket in getattr(error, "written", ()) if not ring.discard(ticket)]
+    error.written = Tickets(consumed)  # type: ignore[attr-defined]
 
 
 def check_rank(part: Parent, rank: int, child: Ticket) -> int:
