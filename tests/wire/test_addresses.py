@@ -8,6 +8,7 @@ import pytest
 
 from transport.client.connections.pool import port_of
 from transport.errors import UsageError
+from transport.ticket import MAX_ADDRESSES
 from transport.wire import addresses
 from transport.wire.addresses import (
     advertised,
@@ -144,6 +145,14 @@ def test_a_host_with_ipv6_alone_advertises_that_and_one_with_both_the_family_ask
     host(monkeypatch, rdma=("ib0",), route="ens5", ens5="192.168.0.7", ib0="fd01::7")
     assert advertised() == ("192.168.0.7",)
     assert advertised(ipv6=True) == ("fd01::7",)
+
+
+def test_no_more_addresses_are_advertised_than_a_ticket_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    many = [f"fd00::{at}" for at in range(1, 40)]
+    monkeypatch.setattr(addresses, "rdma_interfaces", list)
+    monkeypatch.setattr(addresses, "default_route_interface", lambda: "ens5")
+    monkeypatch.setattr(addresses, "addresses_of", lambda _: many)
+    assert advertised() == tuple(many[:MAX_ADDRESSES])
 
 
 def test_this_host_advertises_addresses_of_one_family() -> None:

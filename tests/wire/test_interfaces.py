@@ -9,8 +9,11 @@ import pytest
 from transport.wire import interfaces
 from transport.wire.interfaces import Network, addresses
 
-# addresses of lo, which runs; of one that does not; of the link alone; and one that another host may have
+# addresses of lo, which runs; of one that does not; of the link alone; one that another host may have; and two that
+# pass: one that the host changes each day, and one that is not to be used anew
 TABLE = """\
+fd000000000000000000000000000006 01 40 00 01       lo
+fd000000000000000000000000000007 01 40 00 20       lo
 00000000000000000000000000000001 01 80 10 80       lo
 fd000000000000000000000000000002 02 40 00 80       no-such-if0
 fe800000000000000000000000000003 01 40 20 80       lo
@@ -25,7 +28,13 @@ def test_addresses_are_those_that_can_be_bound_here_and_reached_from_elsewhere(
     table = tmp_path / "if_inet6"
     table.write_text(TABLE)
     monkeypatch.setattr(interfaces, "_IPV6", table)
-    assert [address for name, address in addresses() if name == "lo"] == ["127.0.0.1", "::1", "fd00::5"]
+    assert [address for name, address in addresses() if name == "lo"] == [
+        "127.0.0.1",
+        "::1",
+        "fd00::5",
+        "fd00::6",
+        "fd00::7",
+    ]
 
 
 def test_a_kernel_without_ipv6_has_ipv4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from transport.errors import UsageError
+from transport.ticket import MAX_ADDRESSES
 from transport.wire.interfaces import addresses_of
 
 LOOPBACK = "127.0.0.1"
@@ -132,7 +133,7 @@ def _rows(table: Path) -> Iterator[list[str]]:
 
 
 def advertised(ipv6: bool | None = None) -> tuple[str, ...]:
-    """Return the addresses to advertise, best first; loopback only where there is nothing else.
+    """Return the addresses to advertise, best first, as many as a ticket has; loopback where there is nothing else.
 
     Args:
         ipv6: whether they are to be of this family; None: of IPv4, or of IPv6 where the host has no address of IPv4.
@@ -144,4 +145,4 @@ def advertised(ipv6: bool | None = None) -> tuple[str, ...]:
     if ipv6 is None:
         ipv6 = bool(found) and all(map(is_ipv6, found))
     kept = tuple(dict.fromkeys(address for address in found if is_ipv6(address) is ipv6))
-    return kept or (LOOPBACK_IPV6 if ipv6 else LOOPBACK,)
+    return kept[:MAX_ADDRESSES] or (LOOPBACK_IPV6 if ipv6 else LOOPBACK,)

@@ -19,6 +19,7 @@ from transport import rdma
 _SIOCGIFFLAGS: Final = 0x8913
 _SIOCGIFADDR: Final = 0x8915
 _UP_AND_RUNNING: Final = 0x1 | 0x40
+_PASSING: Final = 0x01 | 0x20  # temporary, for privacy: the host changes it each day; or deprecated
 _NOT_YET: Final = 0x08 | 0x40  # duplicate address detection has failed, or is under way: nothing can be bound there
 _IPV6: Final = Path("/proc/net/if_inet6")
 
@@ -53,7 +54,10 @@ def addresses() -> Iterator[tuple[str, str]]:
 
 
 def addresses_of(interface: str) -> list[str]:
-    """Return the addresses of an interface that are not its link's alone: of IPv4 the first one, then those of IPv6."""
+    """Return the addresses of an interface that are not its link's alone: of IPv4 the first one, then those of IPv6.
+
+    Of IPv6 those that stay come first.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         ipv4 = _ipv4_address(probe, interface)
     found = [*([] if ipv4 is None else [ipv4]), *(address for name, address in _ipv6_addresses() if name == interface)]
@@ -82,6 +86,6 @@ def _ipv6_addresses() -> Iterator[tuple[str, str]]:
         rows = [line.split() for line in _IPV6.read_text().splitlines()]
     except OSError:  # a kernel without IPv6
         return
-    for digits, _, _, _, flags, interface in rows:
+    for digits, _, _, _, flags, interface in sorted(rows, key=lambda row: bool(int(row[4], 16) & _PASSING)):
         if not int(flags, 16) & _NOT_YET:
             yield interface, str(ipaddress.IPv6Address(bytes.fromhex(digits)))
