@@ -54,6 +54,22 @@ async def test_a_record_that_cannot_be_read_hides_its_epoch_alone(cooling: Run) 
 
 
 @asynchronous
+async def test_what_nobody_here_wrote_hides_nothing(cooling: Run) -> None:
+    record = (await asyncio.gather(await cooling.leading(["c"]), cooling.client("c").cooldown(7)))[0]
+    outcomes = cooling.root / outcomes_folder("run")
+    for name in ("a\nb.json", "8.json", ".DS_Store"):
+        (outcomes / name).write_bytes(b"{}")
+    (outcomes / "link.json").symlink_to("/etc/hostname")
+    with (outcomes / "000000000009.json").open("wb") as large:
+        large.truncate(1 << 30)
+    (cooling.root / "run" / "epoch-000000000007" / "a\nb").mkdir()
+    with open_destination(str(cooling.root)) as destination:
+        assert recorded_outcomes(destination, "run") == {7: record}
+        assert pruning.plan(cooling.ledger.epochs(), destination, "run", 1).surplus == []
+    cooling.check_restored(7)
+
+
+@asynchronous
 async def test_a_link_that_leads_to_itself_at_the_destination_is_a_missing_file(cooling: Run) -> None:
     spoiled = []
 

@@ -699,6 +699,8 @@ def test_pruning_keeps_the_newest_steps_and_removes_what_has_no_manifest(ring: S
         saved_of(ring, place, step)
     [unfinished] = (place / "run/snapshots/step-000000000003").iterdir()
     (unfinished / "manifest.json").unlink()
+    (unfinished.parent / "a\nb").write_bytes(b"of somebody else")
+    (unfinished.parent / ".DS_Store").write_bytes(b"of somebody else")
     assert sorted((each.step, each.complete) for each in prune(str(place), 2, dry_run=True)) == [(1, True), (3, False)]
     assert list(steps(str(place))) == [1, 2, 4]
     prune(str(place), 2)

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 from transport.cooldown.destinations.base import PROBE, Destination
 from transport.cooldown.epochs import manifest as manifests
-from transport.cooldown.epochs.records import EpochRecord, Outcome, Phase, epoch_folder, is_upload
+from transport.cooldown.epochs.records import EpochRecord, Outcome, Phase, epoch_folder, is_name, is_upload
 from transport.cooldown.restoring import all_outcomes, checkpoint_manifest, published_name
 from transport.cooldown.upload import remove
 from transport.errors import CheckpointDamagedError, UsageError
@@ -176,9 +176,8 @@ def _restorable(record: EpochRecord, destination: Destination) -> bool:
 def _uploads(record: EpochRecord, destination: Destination) -> list[str]:
     """Return the uploads of an epoch."""
     folder = epoch_folder(record.run, record.epoch)
-    found = [
-        f"{client}/{name}" for client in destination.names(folder) for name in destination.names(f"{folder}/{client}")
-    ]
+    clients = filter(is_name, destination.names(folder))
+    found = [f"{client}/{name}" for client in clients for name in destination.names(f"{folder}/{client}")]
     return [upload for upload in found if is_upload(upload)]
 
 

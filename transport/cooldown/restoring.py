@@ -200,12 +200,15 @@ def recorded_outcomes(destination: Destination, run: str) -> dict[int, EpochReco
 
 def all_outcomes(destination: Destination, run: str, epochs: Collection[int] | None = None) -> Iterator[EpochRecord]:
     """Yield the records of `recorded_outcomes`, of these epochs, and those that other stores have recorded there."""
-    names = [name for name in destination.names(outcomes_folder(check_name(run, "run"))) if name.endswith(".json")]
-    for name in sorted(names, key=lambda name: name.removesuffix(".json")):
-        number = _OUTCOME.fullmatch(name)
-        if epochs is not None and (number is None or int(number[1]) not in epochs):
+    names = destination.names(outcomes_folder(check_name(run, "run")))
+    found = [match for name in names if (match := _OUTCOME.fullmatch(name))]  # other names are nobody's here
+    for number in sorted(found, key=lambda match: match[0].removesuffix(".json")):
+        if epochs is not None and int(number[1]) not in epochs:
             continue
-        path = f"{outcomes_folder(run)}/{name}"
+        path = f"{outcomes_folder(run)}/{number[0]}"
+        if (destination.size(path) or 0) > _MOST_RECORD:
+            log.warning("%s: a record is left out: %s is larger than any record", destination.url, path)
+            continue
         data = destination.read(path, _MOST_RECORD)
         if data is None:
             continue

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 from transport.config import configuration
 from transport.cooldown.destinations.base import Destination
 from transport.cooldown.destinations.open import open_destination
-from transport.cooldown.epochs.records import check_name
+from transport.cooldown.epochs.records import check_name, is_attempt
 from transport.cooldown.upload import remove
 from transport.errors import UsageError
 from transport.snapshots import manifest as manifests
@@ -56,7 +56,7 @@ def listed(destination: Destination, run: str, only: int | None = None) -> list[
         if step is None or only not in (None, step):
             continue
         folder = manifests.step_folder(run, step)
-        for attempt in destination.names(folder):
+        for attempt in filter(is_attempt, destination.names(folder)):  # what else lies there is nobody's here
             place = f"{folder}/{attempt}"
             data = destination.read(f"{place}/{manifests.NAME}", manifests.MOST_BYTES)
             number = _begun(destination, place) if data is None else manifests.number_of(data)

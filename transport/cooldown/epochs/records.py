@@ -175,9 +175,14 @@ ready(Report, EpochRecord)
 # --- names --------------------------------------------------------------------------------------------
 def check_name(name: str, what: str) -> str:
     """Return the name of a run or a client, or raise UsageError: it becomes part of keys and paths."""
-    if not _NAME.fullmatch(name):
+    if not is_name(name):
         raise UsageError(f"{what} {name!r}: give 1 to 100 of A-Z a-z 0-9 . _ -, the first not a dot or dash")
     return name
+
+
+def is_name(text: str) -> bool:
+    """Return whether a text can be the name of a run or a client."""
+    return bool(_NAME.fullmatch(text))
 
 
 def check_epoch(epoch: int) -> int:
@@ -195,7 +200,7 @@ def is_attempt(text: str) -> bool:
 def is_upload(text: str) -> bool:
     """Return whether a text can be the name of an upload, "CLIENT/ATTEMPT"."""
     client, _, attempt = text.partition("/")
-    return bool(_NAME.fullmatch(client)) and is_attempt(attempt)
+    return is_name(client) and is_attempt(attempt)
 
 
 def epoch_folder(run: str, epoch: int) -> str:
