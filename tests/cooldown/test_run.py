@@ -276,6 +276,19 @@ async def test_local_copies_are_pruned(cooling: Run) -> None:
 
 
 @asynchronous
+async def test_local_copies_of_a_former_run_go_before_those_of_this_one(cooling: Run) -> None:
+    scratch = cooling.path / "scratch" / "only"
+    for epoch in (98, 99):
+        (scratch / f"epoch-{epoch:012d}").mkdir(parents=True)
+    host = cooling.host()
+    for epoch, kept in ((1, [1, 99]), (2, [1, 2])):
+        await host.open(epoch)
+        client = cooling.client("only", keep_steps=2)
+        await asyncio.gather(host.cooldown(epoch, epoch, ("only",)), client.cooldown(epoch))
+        assert sorted(path.name for path in scratch.iterdir()) == [f"epoch-{each:012d}" for each in kept]
+
+
+@asynchronous
 async def test_an_epoch_has_one_life(cooling: Run) -> None:
     await cooling.host().open(7)
     with pytest.raises(UsageError, match="epoch 7 was already opened"):

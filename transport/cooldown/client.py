@@ -246,7 +246,7 @@ class EpochClient(abc.ABC):
             await removed(record.destination, record.folder(each))
         if used and record.outcome is Outcome.CHECKPOINTED:
             self._part = Part.WON
-        await in_thread(prune, self._scratch, self._keep_steps)
+        await in_thread(prune, self._scratch, self._keep_steps, record.epoch)
 
     # --- the record -----------------------------------------------------------------------------------
     async def _watch(self, epoch: int) -> None:
@@ -427,12 +427,16 @@ def made_durable(folder: Path, *, below: bool = True) -> None:
         flush(path)
 
 
-def prune(scratch: Path, keep: int) -> list[str]:
-    """Remove the oldest local copies, and what saves that were not completed have left; returns their names."""
+def prune(scratch: Path, keep: int, epoch: int) -> list[str]:
+    """Remove the oldest local copies, and what saves that were not completed have left; returns their names.
+
+    ``epoch``: which has just ended. Copies of later ones are older: a former run made them, whose store is gone.
+    """
     if not scratch.is_dir():
         return []
     found = [match for path in scratch.iterdir() if (match := _LOCAL.fullmatch(path.name))]
-    copies = sorted(match[0] for match in found if not match[2])
+    newest = local_copy(scratch, epoch).name
+    copies = sorted((match[0] for match in found if not match[2]), key=lambda name: (name <= newest, name))
     surplus = copies[: max(0, len(copies) - keep)] + [match[0] for match in found if match[2]]
     for name in surplus:
         shutil.rmtree(scratch / name, ignore_errors=True)

@@ -175,8 +175,9 @@ class ShardedClient(EpochClient):
             missing, beats = await retry_store(partial(self._missing, record, host))
             now = loop.time()
             for number in missing:
-                if heard.setdefault(number, (beats.get(number, ABSENT), now))[0] != beats.get(number, ABSENT):
-                    heard[number] = (beats[number], now)
+                beat = beats.get(number, ABSENT)
+                if heard.setdefault(number, (beat, now))[0] != beat:
+                    heard[number] = (beat, now)
             silent_s = {number: now - heard[number][1] for number in missing}
             mine = [number for number in missing if self._is_due(record, host, number, silent_s[number])]
             if not mine:

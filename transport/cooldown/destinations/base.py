@@ -188,9 +188,11 @@ def check_permissions(destination: Destination) -> None:
     probe = f"{PROBE}{secrets.token_hex(8)}"
     content = secrets.token_bytes(16)
     operation = "list"
+    made = False
     try:
         destination.names("")
         operation = "create files in"
+        made = True
         destination.put(probe, content)
         operation = "read"
         found = destination.read(probe, len(content))
@@ -201,6 +203,7 @@ def check_permissions(destination: Destination) -> None:
                 f"{destination.url}: content mismatch: the test file does not have the bytes that were written"
             )
         operation = "delete from"
+        made = False
         destination.delete(probe)
         if destination.size(probe) is not None:
             raise DestinationDeniedError(f"{destination.url}: the test file {probe} still exists after it was deleted")
@@ -208,6 +211,10 @@ def check_permissions(destination: Destination) -> None:
         raise type(error)(
             f"this client cannot join: it cannot {operation} the destination {destination.url} ({error})"
         ) from error
+    finally:
+        if made:  # perhaps: what failed, or an interrupt, came before its removal
+            with contextlib.suppress(DestinationError):
+                destination.delete(probe)
 
 
 def normalise(url: str) -> str:
@@ -227,6 +234,8 @@ def normalise(url: str) -> str:
     if scheme == "file":
         if parts.netloc not in ("", "localhost"):
             raise UsageError(f"{url}: a folder's URL has three slashes, file:///path")
+        if parts.query or parts.fragment or url[-1:] in "?#":
+            raise UsageError(f"{url}: in a folder's URL write %3F for ? and %23 for #; or give the path itself")
         return _folder_url(unquote(parts.path))
     if scheme not in SCHEMES:
         raise UsageError(
