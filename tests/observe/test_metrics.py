@@ -84,6 +84,18 @@ def test_what_was_closed_is_left_out_of_a_scrape(ring: SharedRingBuffer) -> None
         assert not any(name.startswith("transport_") for name, _ in scrape(exporter.port))
 
 
+def test_one_source_that_fails_or_has_an_odd_name_takes_no_scrape_from_the_others(ring: SharedRingBuffer) -> None:
+    class Failing(FoundRings):
+        def depth(self, rank: int | None = None) -> QueueDepth:
+            raise OSError("unmounted")
+
+    with Failing() as failing, Exporter(0) as exporter:
+        exporter.add_queue("failing", failing)
+        with given_rings(ring) as queue:
+            exporter.add_queue("caf\udce9", queue)
+            assert list(ready(exporter.port)) == ["caf?"]
+
+
 def ready(port: int) -> dict[str, float]:
     """The ready deliveries of each queue."""
     found = scrape(port)

@@ -34,6 +34,11 @@ def test_a_line_is_one_object_with_what_it_speaks_of() -> None:
     assert "traceback" not in found
 
 
+def test_half_of_a_surrogate_pair_loses_no_line() -> None:
+    found = json.loads(JsonLines("\udcff").format(record(ticket="\udcff/1/2")).encode())
+    assert (found["who"], found["ticket"], found["message"]) == ("?", "?/1/2", "port 7 is gone")
+
+
 @pytest.mark.ucx
 def test_failed_attempts_name_ticket_port_and_attempt(caplog: pytest.LogCaptureFixture) -> None:
     settings = Settings(backoff_first_s=0.01, backoff_most_s=0.02)

@@ -24,9 +24,10 @@ from transport.claims.deliveries import QueueDepth
 from transport.claims.rings import FoundRings
 from transport.client.payload import ClientStatistics
 from transport.config import Configuration
-from transport.errors import BusyPortError, MissingDependencyError, TransportError
+from transport.errors import BusyPortError, MissingDependencyError
 from transport.observe.statistics import PackerStatistics
 from transport.ring.buffer import SharedRingBuffer
+from transport.runtime.error_text import encodable, error_text
 from transport.runtime.installing import install
 from transport.wire.addresses import host_port
 
@@ -254,6 +255,7 @@ class _Port:
 
     def add(self, of: object, name: str, samples: Callable[[str], Iterator[Sample]]) -> None:
         """Collect from it at each scrape, until it is removed as often as it was added."""
+        name = encodable(name)  # a response has no halves of surrogate pairs
         with self._lock:
             if of in self._sources:
                 self._sources[of].users += 1
@@ -278,8 +280,8 @@ class _Port:
         for source in sources:
             try:
                 samples += source.samples(source.name)
-            except (TransportError, RuntimeError) as error:  # it was closed, or its loop ends, between two scrapes
-                log.debug("collecting one source of metrics failed: %s", error)
+            except Exception as error:  # closed between two scrapes, or failing in whatever way: the others are shown
+                log.debug("collecting one source of metrics failed: %s", error_text(error))
         core = _prometheus()[1]
         families: dict[str, Any] = {}
         for name, labels, value in samples:

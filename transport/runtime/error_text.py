@@ -12,10 +12,14 @@ from typing import Final
 MOST_TEXT: Final = 4096  # characters
 
 
+def encodable(text: str) -> str:
+    """Return ``text`` with a question mark for each half of a surrogate pair, which no encoder takes."""
+    return text.encode("utf-8", "replace").decode()
+
+
 def reportable(text: str, most: int = MOST_TEXT) -> str:
     """Return ``text`` as every encoder takes it: without halves of surrogate pairs, cut to ``most`` characters."""
-    cut = text if len(text) <= most else f"{text[: most - 1]}…"
-    return cut.encode("utf-8", "replace").decode()
+    return encodable(text if len(text) <= most else f"{text[: most - 1]}…")
 
 
 def error_text(error: BaseException, most: int = MOST_TEXT) -> str:

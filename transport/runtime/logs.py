@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from transport.runtime.error_text import encodable
+
 if TYPE_CHECKING:
     from transport.config import Configuration, LogFormat
 
@@ -43,7 +45,9 @@ class JsonLines(logging.Formatter):
         line |= {name: getattr(record, name) for name in FIELDS if hasattr(record, name)}
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
-        return msgspec.json.encode(line, enc_hook=str).decode()
+        numbers = int | float | None
+        line = {name: each if isinstance(each, numbers) else encodable(str(each)) for name, each in line.items()}
+        return msgspec.json.encode(line).decode()
 
 
 def handler(form: LogFormat, who: str = "") -> logging.Handler:

@@ -36,6 +36,7 @@ from transport.errors import (
     WrongRingError,
 )
 from transport.ring.attachment import Attachment
+from transport.runtime.error_text import reportable
 from transport.runtime.logs import LogLimit
 from transport.settings import DEFAULTS, Settings
 from transport.wire import authentication, frames
@@ -53,6 +54,7 @@ log = logging.getLogger(__name__)
 _MOST_READS = 4096  # per connection: bounds the listener's memory if a client never acknowledges
 _MOST_UNSENT = 1024  # per connection: answers and payloads that its client has not received yet
 _MOST_REFUSED = 64  # beyond the limit on connections: this many at once get a BUSY answer, UCX rejects the rest
+_MOST_REASON = 1000  # characters of a refusal, which fits a handshake message then
 _MOST_AFTER_REFUSAL = 4  # handshake messages of the largest size
 _ALERT_S = 10.0  # for this long after a connection without UCX handshake, look for the next one at this interval:
 _LOOK_S = 0.1
@@ -139,7 +141,7 @@ class Connection:
             hello, body = await self._receive_handshake(frames.Hello)
             await self._admit(hello, body)
         except RefusedError as refusal:
-            await self._welcome(code=refusal.status, reason=str(refusal))
+            await self._welcome(code=refusal.status, reason=reportable(str(refusal), _MOST_REASON))
             await self._closed_by_client()
             raise
         self._lease_s = hello.lease_ms / 1000 or math.inf

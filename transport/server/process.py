@@ -25,6 +25,7 @@ from transport.errors import TransportError, UsageError
 from transport.ring.attachment import Attachment, attached
 from transport.runtime import stacks
 from transport.runtime.decoders import hiding
+from transport.runtime.error_text import reportable
 from transport.runtime.logs import handler
 from transport.server.lifetime import Lifetime, Phase
 from transport.server.listener import Listener
@@ -75,7 +76,7 @@ class StartReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     @classmethod
     def of(cls, error: TransportError) -> StartReport:
         """Of a start that failed."""
-        return cls(error=type(error).__name__, message=str(error))
+        return cls(error=type(error).__name__, message=reportable(str(error)))
 
 
 def is_listener(pid: int) -> bool:
