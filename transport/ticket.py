@@ -419,6 +419,8 @@ def _words(what: str, values: tuple[str, ...]) -> None:
 def _plain(metadata: Mapping[str, Any]) -> Metadata:
     if type(metadata) is dict and not metadata:
         return {}
+    if not isinstance(metadata, Mapping):
+        raise TicketError(f"metadata is a {type(metadata).__name__}; give a mapping of names to small values")
     plain: Metadata = {}
     for name, value in metadata.items():
         if not isinstance(name, str):

@@ -65,6 +65,11 @@ def test_the_schema_of_text_and_values_has_a_stable_text_and_fingerprint() -> No
     assert SCHEMA.kinds == {"prompt": "text", "messages": "value", "raw": "bytes"}
 
 
+def test_bytes_without_any_are_taken_of_every_shape() -> None:
+    with SharedRingBuffer.create(Schema.of(raw=("bytes", UpTo(50))), slots=1) as ring:
+        assert ring.write({"raw": memoryview(np.zeros((0, 3), np.uint8))}).lengths == (0,)
+
+
 @pytest.mark.parametrize("given", ["text", ("value",), ("bytes", UpTo(4), 3), ("text", 2, 2)])
 def test_a_kind_needs_its_bytes_and_nothing_else(given: Any) -> None:
     with pytest.raises(SchemaError, match=r"has one dimension, its bytes at most; give"):

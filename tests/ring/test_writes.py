@@ -124,6 +124,10 @@ def test_terms_are_looked_at_first(ring: SharedRingBuffer) -> None:
         ring.write_many([payload(1), payload(2)], metadata=[{}])
     with pytest.raises(TicketError, match="metadata"):
         ring.write_many([payload(1)], metadata={"a": object()})
+    with pytest.raises(TicketError, match="metadata"):
+        ring.write_many([payload(1)], metadata=["text"])  # type: ignore[list-item]
+    with pytest.raises(UsageError, match="timeout_s"):
+        ring.write_many([payload(1)], timeout_s=float("nan"))
     with pytest.raises(UsageError, match="policy_version"):
         ring.write_many([payload(1)], policy_version=1 << 63)
     with SharedRingBuffer.create(slots=2, slot_bytes=100) as small, pytest.raises(PayloadTooLargeError, match="101"):

@@ -299,6 +299,7 @@ async def _client(directory: Directory) -> UCXXClient:
     return UCXXClient(wire={"tcp"}, settings=FAST, directory=directory)
 
 
-def test_a_lease_is_above_zero(store: SQLiteStore) -> None:
-    with pytest.raises(UsageError, match="lease_s=0"):
-        Directory(store, lease_s=0)
+@pytest.mark.parametrize("lease_s", [0, -1, float("nan"), float("inf")])
+def test_a_lease_is_above_zero(store: SQLiteStore, lease_s: float) -> None:
+    with pytest.raises(UsageError, match="lease_s"):
+        Directory(store, lease_s=lease_s)

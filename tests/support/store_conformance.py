@@ -188,7 +188,7 @@ class StoreConformance:
         with pytest.raises(UsageError, match="64 bits"):
             store.add("n", 2**64)
 
-    @pytest.mark.parametrize("value", [b"", b"one", b"1.0", b" 1", b"01", b"+1", b"-0", b"1\n"])
+    @pytest.mark.parametrize("value", [b"", b"one", b"1.0", b" 1", b"01", b"+1", b"-0", b"1\n", b"9" * 5000])
     def test_another_record_is_no_counter(self, store: Store, value: bytes) -> None:
         version = store.put("a", value)
         with pytest.raises(UsageError, match="a is not a counter"):
@@ -443,8 +443,13 @@ class StoreConformance:
                 store.put("a", wrong)  # type: ignore[arg-type]
         with pytest.raises(UsageError, match="give several"):
             store.get_many("ab")
-        with pytest.raises(TypeError):
-            store.add("a", 1.5)  # type: ignore[arg-type]
+        for call in (
+            lambda: store.add("a", 1.5),  # type: ignore[arg-type]
+            lambda: store.put("a", b"", expected="0"),  # type: ignore[arg-type]
+            lambda: store.renew({"a": "1"}, 1),  # type: ignore[dict-item]
+        ):
+            with pytest.raises(TypeError):
+                call()
         assert store.scan("") == {}
 
     def test_arguments_that_are_read_once_are_taken_as_lists_are(self, store: Store) -> None:

@@ -10,7 +10,6 @@ Any thread may call any method. Blocking calls release the GIL; inside an event 
 from __future__ import annotations
 
 import logging
-import math
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -41,7 +40,7 @@ from transport.ring.leases import ReadLease, WriteLease, ordered_lengths
 from transport.ring.overflow import Overflow, Overflowing
 from transport.ring.packing import describe, describe_exact, flat, pack_into
 from transport.ring.states import RingStatistics, statistics_of
-from transport.ring.writes import Batch, Terms, Tickets, metadata_of, seconds, terms_of
+from transport.ring.writes import Batch, Terms, Tickets, longest_wait, metadata_of, terms_of
 from transport.runtime.descriptors import OF_A_RING, promised
 from transport.schema import NOTHING, Schema
 from transport.ticket import NO_SCHEMA, Ticket
@@ -358,6 +357,7 @@ class SharedRingBuffer(Attachment):
                 else ends the call midway, KeyboardInterrupt included.
             SchemaError, PayloadTooLargeError, UsageError: as `write`; nothing was written.
         """
+        wait_s = longest_wait(timeout_s)
         batch = self.plan_many(
             payloads,
             readers=readers,
@@ -366,7 +366,7 @@ class SharedRingBuffer(Attachment):
             deadline_s=deadline_s,
             casting=casting,
         )
-        deadline = None if timeout_s is None else _ring.Deadline(timeout_s)
+        deadline = None if wait_s is None else _ring.Deadline(wait_s)
         return batch.write_all(lambda: batch.write(None if deadline is None else deadline.left_s))
 
     def plan_many(
@@ -510,7 +510,7 @@ class SharedRingBuffer(Attachment):
             raise UsageError(
                 f"metadata is a {type(metadata).__name__}; give a mapping of names to small values"
             ) from error
-        wait_s = None if timeout_s in (None, math.inf) else seconds(timeout_s, "timeout_s")
+        wait_s = longest_wait(timeout_s)
         layout = NOTHING if schema is None else schema.layout(lengths)
         if layout.total > self.slot_capacity:
             raise PayloadTooLargeError(

@@ -7,6 +7,7 @@ here as `SharedRingBuffer.write` does, and converted.
 
 from __future__ import annotations
 
+import math
 import numbers
 import operator
 import time
@@ -237,6 +238,11 @@ def seconds(value: Any, name: str) -> float:
     if not isinstance(value, numbers.Real) or not -_FOR_EVER_S <= float(value) <= _FOR_EVER_S:  # a NaN is neither
         raise UsageError(f"{name}={value!r}; give a number of seconds, or None for no limit")
     return float(value)
+
+
+def longest_wait(timeout_s: float | None) -> float | None:
+    """Return ``timeout_s``; None for no limit. UsageError for what is no time."""
+    return None if timeout_s in (None, math.inf) else seconds(timeout_s, "timeout_s")
 
 
 def terms_of(

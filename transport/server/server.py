@@ -15,10 +15,12 @@ import os
 import resource
 import time
 from collections.abc import Sequence
-from typing import Literal, NoReturn, Self
+from typing import Annotated, Literal, NoReturn, Self
+
+import msgspec
 
 from transport import _ring
-from transport.config import LogFormat, LogLevel
+from transport.config import Address, LogFormat, LogLevel
 from transport.errors import BusyPortError, ConfigurationError, RingError, UsageError
 from transport.ring.attachment import attached, file_of
 from transport.ring.buffer import MAX_READERS, SharedRingBuffer
@@ -27,6 +29,7 @@ from transport.runtime.arguments import several
 from transport.server.process import ListenerConfig
 from transport.server.running import OneThread, Processes
 from transport.settings import DEFAULTS, Settings
+from transport.ticket import MAX_ADDRESSES
 from transport.wire.addresses import advertised, is_ipv6, is_loopback, listened_on
 from transport.wire.authentication import checked_secret
 from transport.wire.library import library
@@ -35,6 +38,7 @@ from transport.wires import Wire, named_wires
 log = logging.getLogger(__name__)
 
 MAX_PORTS = MAX_READERS - 1  # each listener takes one of the ring's 16 owner numbers, the writer another
+_ADDRESSES = Annotated[tuple[Address, ...], msgspec.Meta(max_length=MAX_ADDRESSES)]
 _HEARD_S = 0.02  # between two looks whether every trainer has heard the end
 _LEAST_FILES = 64  # a listener without connections has 36 open, and a connection over tcp takes up to eight
 
@@ -71,7 +75,7 @@ class UCXXServer:
     ) -> None:
         ports = [operator.index(port) for port in ports]
         if addresses is not None:
-            addresses = several(addresses, "addresses")
+            addresses = _checked(several(addresses, "addresses"))
         if mode not in ("process", "thread"):
             raise UsageError(f"mode={mode!r}; choose 'process' or 'thread'")
         if not 1 <= len(ports) <= MAX_PORTS:
@@ -249,3 +253,14 @@ class UCXXServer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _checked(addresses: Sequence[str]) -> tuple[str, ...]:
+    """Return the addresses, or raise UsageError for what no ticket may have, or no reader can connect to."""
+    try:
+        found: tuple[str, ...] = msgspec.convert(addresses, _ADDRESSES)
+    except msgspec.ValidationError:
+        raise UsageError(
+            f"addresses={addresses!r:.200}: give at most {MAX_ADDRESSES} IP addresses or names of hosts, without ports"
+        ) from None
+    return found

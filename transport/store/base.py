@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import abc
 import operator
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -31,6 +32,7 @@ RECHECK_S = 1.0  # how often a watcher reads without a wake-up
 _DELETED_AT_ONCE = 1000
 
 ABSENT = 0  # the version of a record that does not exist
+COUNTER = re.compile(rb"0|-?[1-9][0-9]{0,18}")  # decimal text of `Store.add`
 
 
 @hiding("value")
@@ -123,7 +125,7 @@ class Store(abc.ABC):
         """
         check_lease(lease_s)
         check_keys(leases)
-        return self._renew(leases, lease_s)
+        return self._renew({key: operator.index(version) for key, version in leases.items()}, lease_s)
 
     def watch(self, key: str, version: int, timeout_s: float) -> Entry | None:
         """Wait until the record has another version than ``version`` (ABSENT: until it exists), and return it.
@@ -218,7 +220,8 @@ def check_changes(changes: Iterable[Change]) -> list[Change]:
     for key, value, expected, lease_s in changes:
         if check_key(key) in checked:
             raise UsageError(f"store key {key!r} occurs twice in one write")
-        checked[key] = Change(key, None if value is None else check_value(value), expected, check_lease(lease_s))
+        version = None if expected is None else operator.index(expected)
+        checked[key] = Change(key, None if value is None else check_value(value), version, check_lease(lease_s))
     return list(checked.values())
 
 

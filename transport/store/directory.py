@@ -35,11 +35,10 @@ from transport.errors import (
     StoreError,
     TicketError,
     TransportError,
-    UsageError,
 )
 from transport.runtime import threads
 from transport.runtime.decoders import ready
-from transport.store.base import ABSENT, Change, Store
+from transport.store.base import ABSENT, Change, Store, check_lease
 from transport.store.decision import decide
 from transport.store.stored import decode, decode_each, encode
 from transport.ticket import Ticket, host_identity
@@ -97,8 +96,7 @@ class Directory:
     """
 
     def __init__(self, store: Store, *, lease_s: float = LEASE_S) -> None:
-        if lease_s <= 0:
-            raise UsageError(f"lease_s={lease_s}: give seconds above 0")
+        check_lease(lease_s)
         self._store = store
         self.lease_s = lease_s
 

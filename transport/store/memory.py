@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from transport.errors import ClosedError, UsageError
-from transport.store.base import ABSENT, RECHECK_S, Change, Entry, Store
-
-_DECIMAL = re.compile(rb"0|-?[1-9][0-9]*")
+from transport.store.base import ABSENT, COUNTER, RECHECK_S, Change, Entry, Store
 
 
 class _Record(NamedTuple):
@@ -67,7 +64,7 @@ class MemoryStore(Store):
             self._check_open()
             record = self._living(key)
             before = b"0" if record is None else record.entry.value
-            value = int(before) + amount if _DECIMAL.fullmatch(before) else 1 << 63
+            value = int(before) + amount if COUNTER.fullmatch(before) else 1 << 63
             if not -(1 << 63) <= value < 1 << 63:
                 raise UsageError(f"store key {key} is not a counter, or the sum exceeds 64 bits; use another key")
             self._write(key, b"%d" % value, None if record is None else record.ends_at)

@@ -41,7 +41,7 @@ from transport.errors import (
 )
 from transport.runtime.arguments import at_least, seconds
 from transport.storage.notify import Bell
-from transport.store.base import ABSENT, Change, Entry, Store, watched
+from transport.store.base import ABSENT, COUNTER, Change, Entry, Store, watched
 
 Synchronous = Literal["NORMAL", "FULL"]
 
@@ -62,7 +62,6 @@ _WAL_LIMIT_BYTES = 64 << 20  # size to which SQLite truncates the WAL file after
 APPLICATION_ID = 0x5452_5053  # "TRPS"
 SCHEMA_VERSION = 1
 
-_COUNTER = re.compile(rb"0|-?[1-9][0-9]{0,18}")
 _AFTER_ALL_KEYS = "\x7f"  # keys are of smaller characters
 
 _SCHEMA = """
@@ -191,7 +190,7 @@ class SQLiteStore(Store):
             connection.execute(_END_LEASES, (now,))
             row = connection.execute(_GET, (key, now)).fetchone()
             before, lease_ends = (b"0", None) if row is None else (row[0], row[2])
-            total = (int(before) if _COUNTER.fullmatch(before) else 1 << 64) + amount
+            total = (int(before) if COUNTER.fullmatch(before) else 1 << 64) + amount
             if not -(1 << 63) <= total < 1 << 63:
                 raise UsageError(f"store key {key} is not a counter, or the sum exceeds 64 bits; use another key")
             version = _next_revision(connection)
@@ -455,7 +454,7 @@ def file_system_type(path: Path) -> str:
     except OSError:
         return ""
     best, found = -1, ""
-    for line in mount_table.splitlines():
+    for line in filter(None, mount_table.split("\n")):  # names may have other ends of lines
         before, _, after = line.partition(" - ")
         mount_point = Path(re.sub(r"\\([0-7]{3})", lambda escape: chr(int(escape[1], 8)), before.split()[4]))
         # At equal depth the later line is mounted over the earlier one.

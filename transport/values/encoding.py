@@ -72,7 +72,7 @@ def own_bytes(value: object, name: str) -> np.ndarray:
     if not isinstance(value, bytes | bytearray | memoryview):
         raise SchemaError(f"{name}: expected bytes, got {_a(type(value).__name__)}")
     try:
-        return np.asarray(memoryview(value).cast("B"))
+        return np.asarray(memoryview(value).cast("B") if memoryview(value).nbytes else memoryview(b""))
     except TypeError as error:
         raise SchemaError(f"{name}: this memoryview is not contiguous: {error}") from error
 
