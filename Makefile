@@ -169,7 +169,7 @@ nightly-tests: $(VENV)/installed | redis ## the tests that make pytest leaves ou
 .PHONY: nightly
 nightly: $(BY_SOURCES) lint-pythons nightly-tests ## kill matrices, whole jobs, clusters, soaks, many seeds; SHORT=1: a quarter of an hour
 ifneq ($(SHORT),1)
-	@$(MAKE) constraints-check misuse simulation soak soak-planted cluster teardown
+	@$(MAKE) constraints-check misuse simulation soak soak-planted cluster teardown ipv6
 endif
 
 # The real frameworks: torch, CuPy, Ray, verl, cosmos-rl and TransferQueue in an environment of their own (2.6 GB), of the
@@ -325,6 +325,10 @@ cluster: $(VENV)/installed ## a job on 8 hosts that are namespaces, cut off, rem
 .PHONY: misuse
 misuse: $(VENV)/installed ## public calls cancelled at each await
 	@MISUSE_LINES=1000000 $(BIN)/python -m pytest -q -rP tests/misuse --timeout 1200
+
+.PHONY: ipv6
+ipv6: $(VENV)/installed | redis ## tests of client and server on a host that has IPv6 alone; as root, with iproute2
+	@$(BIN)/python tests/support/ipv6_alone.py $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal tests/client tests/server
 
 .PHONY: teardown
 teardown: $(VENV)/installed ## stopped with reads in flight: 1000 times in a process, 100 whole jobs with kills

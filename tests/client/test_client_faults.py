@@ -27,6 +27,7 @@ from helpers import (
     states,
     until,
 )
+from loopback import LOOPBACK, at
 
 from transport import Schema, SharedRingBuffer, Ticket, UCXXClient, UCXXServer, UpTo
 from transport.errors import (
@@ -112,9 +113,9 @@ async def test_an_unreachable_port_is_named_and_its_quarantine_is_logged_once(ca
                     with pytest.raises(RetriesExhaustedError) as caught:
                         await client.read(ticket)
                     assert ticket.name in str(caught.value)
-                    assert f"127.0.0.1:{port}: nothing accepts connections" in str(caught.value)
+                    assert f"{at(port)}: nothing accepts connections" in str(caught.value)
             assert len([each for each in caplog.messages if "is quarantined" in each]) == 1
-            assert client.statistics().quarantined_ports == (f"127.0.0.1:{port}",)
+            assert client.statistics().quarantined_ports == (at(port),)
             assert client.statistics().failed_reads == 2
 
 
@@ -134,7 +135,7 @@ async def test_a_broken_port_is_avoided_while_another_one_serves() -> None:
                 ticket = msgspec.structs.replace(ring.write_raw(noise(10_000, seed)), ports=(port, *server.ports))
                 assert np.array_equal((await client.read(ticket))["data"], noise(10_000, seed))
             assert client.statistics().retries == 1
-            assert client.statistics().quarantined_ports == (f"127.0.0.1:{port}",)
+            assert client.statistics().quarantined_ports == (at(port),)
 
 
 @asynchronous
@@ -146,7 +147,7 @@ async def test_a_port_that_is_back_is_used_again_when_its_quarantine_is_over() -
             client = UCXXClient(wire=NETWORK, settings=brief)
             while not client.statistics().retries:
                 await client.read(next(tickets))
-        again = UCXXServer(ring, (port,), addresses=("127.0.0.1",), mode="thread")
+        again = UCXXServer(ring, (port,), addresses=(LOOPBACK,), mode="thread")
         stack.enter_context(again)
         while not on_loop(again, lambda: again._run._listeners[0]._connections):
             await client.read(next(tickets))

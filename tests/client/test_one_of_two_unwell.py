@@ -24,6 +24,7 @@ from helpers import (
     stalled,
     until,
 )
+from loopback import EVERYWHERE, FAMILY, LOOPBACK, at
 
 from transport import SharedRingBuffer, UCXXClient, UCXXServer
 from transport.errors import (
@@ -46,8 +47,8 @@ QUICK_TO_DOUBT = settings_with(
 def two_servers(first: SharedRingBuffer) -> Iterator[tuple[UCXXServer, UCXXServer]]:
     """Servers of one ring, each with a loop of its own, so that one can be stalled."""
     with (
-        UCXXServer(first, addresses=("127.0.0.1",), mode="thread") as one,
-        UCXXServer(first, addresses=("127.0.0.1",), mode="thread") as other,
+        UCXXServer(first, addresses=(LOOPBACK,), mode="thread") as one,
+        UCXXServer(first, addresses=(LOOPBACK,), mode="thread") as other,
     ):
         ports = [on_loop(server, lambda server=server: server._run._listeners[0].port) for server in (one, other)]
         assert len(set(ports)) == 2
@@ -86,7 +87,7 @@ async def test_more_reads_than_the_pool_has_places_wait_for_a_place_however_long
         tickets = [ring.write_raw(noise(size, seed)) for seed in range(12)]
         async with UCXXClient(wire=NETWORK, settings=one_place) as client:
             await client.state(tickets[0])
-            port = ("127.0.0.1", server.ports[0])
+            port = (LOOPBACK, server.ports[0])
             taken = await client._links.checkout(port, ring.ring_id)
             reading = [asyncio.create_task(client.read(ticket)) for ticket in tickets]
             with stalled(silent), pytest.raises(RetriesExhaustedError):  # which takes as long as a read may
@@ -111,13 +112,13 @@ async def test_acknowledgements_reach_their_ring_although_another_one_cannot_be_
 ) -> None:
     monkeypatch.setattr("transport.client.connections.links._CLOSE_TIMEOUT_S", 0.05)
     patient = settings_with(read_timeout_s=200.0, connect_timeout_s=200.0, handshake_timeout_s=200.0, ack_delay_s=0.01)
-    with serving() as (lost, server), serving() as (well, _), socket.socket() as silent:
+    with serving() as (lost, server), serving() as (well, _), socket.socket(FAMILY) as silent:
         async with UCXXClient(wire=NETWORK, settings=patient, ack="manual") as client:
             payloads = [await client.read(ring.write_raw(noise(20_000))) for ring in (lost, well)]
             port = server.ports[0]
             server.close()
             silent.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            silent.bind(("0.0.0.0", port))
+            silent.bind((EVERYWHERE, port))
             silent.listen()  # connections are made and never answered
             for payload in payloads:
                 assert payload.ack()
@@ -142,7 +143,7 @@ async def test_a_question_goes_to_the_other_port_when_one_is_stopped(ask: str) -
                     assert [await client.state(ticket) for _ in range(2)] == [SlotFate.READABLE] * 2
                 # of two questions one went to the stopped port first
                 assert client.statistics().retries == 1
-                assert client.statistics().quarantined_ports == (f"127.0.0.1:{stopped}",)
+                assert client.statistics().quarantined_ports == (at(stopped),)
 
 
 @pytest.mark.nightly(keep=1)
@@ -189,7 +190,7 @@ async def test_listeners_killed_while_they_write_into_shared_memory_cost_no_payl
     size = 1000 << 10
     with (
         SharedRingBuffer.create(slots=4, slot_bytes=size) as ring,
-        UCXXServer(ring, (0, 0), addresses=("127.0.0.1",), log_level="ERROR"),
+        UCXXServer(ring, (0, 0), addresses=(LOOPBACK,), log_level="ERROR"),
     ):
         async with UCXXClient(wire={"shm"}, settings=settings_with(attempts_per_read=8)) as client:
             for seed in range(12):
@@ -214,7 +215,7 @@ ONE_ATTEMPT = settings_with(attempts_per_read=1)
 
 
 def port_of(server: Any) -> tuple[str, int]:
-    return "127.0.0.1", server.ports[0]
+    return LOOPBACK, server.ports[0]
 
 
 @asynchronous
@@ -232,7 +233,7 @@ async def test_reads_that_are_given_up_with_a_dead_port_do_not_heal_it() -> None
                 assert all(isinstance(outcome, RetriesExhaustedError) for outcome in outcomes)
                 assert isinstance(outcomes[1].__cause__, ReadTimeoutError)  # type: ignore[union-attr]
                 assert isinstance(outcomes[0].__cause__, GivenUpError)  # type: ignore[union-attr]
-                assert client.statistics().quarantined_ports == (f"127.0.0.1:{server.ports[0]}",)
+                assert client.statistics().quarantined_ports == (at(server.ports[0]),)
 
 
 @asynchronous

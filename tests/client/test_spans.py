@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from exported_spans import configured, exporter, id_of, linked, named
 from helpers import NETWORK, NETWORK_WIRE, dead_port
+from loopback import LOOPBACK
 from opentelemetry import trace
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON
@@ -112,7 +113,7 @@ def test_a_read_over_a_wire_has_its_phases_and_links_to_the_write(exporter: InMe
 def test_failures_and_pauses_are_shown(exporter: InMemorySpanExporter) -> None:
     settings = Settings(backoff_first_s=0.01, backoff_most_s=0.02)
     with dead_port() as port, SharedRingBuffer.create(slots=1, slot_bytes=64) as ring:
-        ring.native.addresses = "127.0.0.1"
+        ring.native.addresses = LOOPBACK
         ring.native.set_ports((port,))
         ticket = ring.write({"a": 1})
         with BlockingClient(wire=NETWORK, settings=settings) as client, pytest.raises(RetriesExhaustedError):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from helpers import NETWORK, Child, asynchronous, eventually, listener_pids, noise, settings_with, states, until
+from loopback import LOOPBACK
 from patience import PATIENCE
 
 from transport import SharedRingBuffer, UCXXClient, UCXXServer
@@ -54,7 +55,7 @@ def state_of(pid: int) -> str:
 def test_a_client_that_stops_in_the_middle_of_a_payload_is_left_and_another_one_reads_it() -> None:
     with (
         SharedRingBuffer.create(slots=1, slot_bytes=SIZE) as ring,
-        UCXXServer(ring, addresses=("127.0.0.1",), settings=IMPATIENT, log_level="ERROR"),
+        UCXXServer(ring, addresses=(LOOPBACK,), settings=IMPATIENT, log_level="ERROR"),
         Child(READER, SIZE) as stopped,
     ):
         data = noise(SIZE) | 1
@@ -84,7 +85,7 @@ def test_a_client_that_stops_in_the_middle_of_a_payload_is_left_and_another_one_
 async def test_a_read_from_a_stopped_listener_ends_with_its_deadline_and_its_memory_is_not_written_later() -> None:
     with (
         SharedRingBuffer.create(slots=2, slot_bytes=SIZE) as ring,
-        UCXXServer(ring, addresses=("127.0.0.1",), settings=IMPATIENT, log_level="ERROR") as server,
+        UCXXServer(ring, addresses=(LOOPBACK,), settings=IMPATIENT, log_level="ERROR") as server,
     ):
         pid = listener_pids(ring)[server.ports[0]]
         async with UCXXClient(wire=NETWORK) as client:

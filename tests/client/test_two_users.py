@@ -26,6 +26,7 @@ pytestmark = [
 BECOME = """
 import ctypes, encodings.idna, os, sys
 import uvloop
+from loopback import LOOPBACK, at
 from transport import BlockingClient, SharedRingBuffer, Ticket, UCXXServer, errors
 from transport.server import listener
 from transport.wire import library as ucx
@@ -42,7 +43,7 @@ WRITER = (
     + """
 with (
     SharedRingBuffer.create(slots=4, slot_bytes=1 << 20) as ring,
-    UCXXServer(ring, addresses=("127.0.0.1",), mode=sys.argv[3]),
+    UCXXServer(ring, addresses=(LOOPBACK,), mode=sys.argv[3]),
 ):
     for size in (1000, 200_000, 1 << 20):
         print(ring.write_raw(bytes(size)).to_text(), flush=True)
@@ -70,7 +71,7 @@ TAKER = (
     + """
 wire = "auto" if sys.argv[3] == "auto" else set(sys.argv[3].split(","))
 [port] = Ticket.parse(sys.argv[4]).ports
-with Trainer(None, f"rings://127.0.0.1:{port}", wire=wire) as trainer:
+with Trainer(None, f"rings://{at(port)}", wire=wire) as trainer:
     batch = trainer.take(3, 20.0, fill_s=20.0)
     batch.consume()
     print(*(payload.nbytes for payload in batch), batch.accepted.all(), flush=True)

@@ -93,7 +93,7 @@ def problem_with(word: str, page: Path) -> str | None:
 
 @cache
 def make_targets() -> frozenset[str]:
-    return frozenset(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    return frozenset(re.findall(r"^([a-z][a-z0-9-]*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
 
 
 @page_parameters

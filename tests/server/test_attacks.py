@@ -25,6 +25,7 @@ from helpers import (
     settings_with,
     until,
 )
+from loopback import FAMILY, LOOPBACK, at
 from supervised import read_all
 
 from transport import BlockingClient, Schema, SharedRingBuffer, Trainer, UCXXClient, UCXXServer
@@ -74,7 +75,7 @@ def attacked(settings: Settings = QUICK, secret: bytes | None = SECRET) -> Itera
     with (
         SharedRingBuffer.create(slots=32, slot_bytes=50_000) as ring,
         UCXXServer(
-            ring, (0, 0), addresses=("127.0.0.1",), settings=settings, secret=secret, log_level="CRITICAL"
+            ring, (0, 0), addresses=(LOOPBACK,), settings=settings, secret=secret, log_level="CRITICAL"
         ) as server,
     ):
         yield ring, server.ports[0]
@@ -187,10 +188,10 @@ def strangers(port: int, count: int) -> list[socket.socket]:
     """Connections that say one byte, or are about to be made."""
     made = []
     for _ in range(count):
-        stranger = socket.socket()
+        stranger = socket.socket(FAMILY)
         stranger.setblocking(False)
         with contextlib.suppress(BlockingIOError):
-            stranger.connect(("127.0.0.1", port))
+            stranger.connect((LOOPBACK, port))
         made.append(stranger)
     return made
 
@@ -204,7 +205,7 @@ def test_strangers_that_take_every_descriptor_leave_a_listener_to_its_trainers_a
             (port,) = server.ports
             (pid,) = listener_pids(ring).values()
             limit(pid, LIMIT)
-            with Trainer(SCHEMA, f"rings://127.0.0.1:{port}", wire=NETWORK) as trainer:
+            with Trainer(SCHEMA, f"rings://{at(port)}", wire=NETWORK) as trainer:
                 held = trainer.take(2, 30.0)
                 assert held is not None
                 crowd = strangers(port, LIMIT + 100)
@@ -220,7 +221,7 @@ def test_strangers_that_take_every_descriptor_leave_a_listener_to_its_trainers_a
                         each.close()
                 assert len(trainer.take(2, 10.0) or ()) == 2
             with BlockingClient(schemas=[SCHEMA], wire=NETWORK) as later:  # the port is open again
-                assert later.warm(f"127.0.0.1:{port}") > 0
+                assert later.warm(at(port)) > 0
             assert list(listener_pids(ring).values()) == [pid]
     assert f"of the {LIMIT} files" in capfd.readouterr().err
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from helpers import NETWORK, eventually
+from loopback import LOOPBACK
 
 from transport import BlockingClient, SharedRingBuffer, UCXXServer, _ring
 from transport.runtime.forks import unforked
@@ -132,7 +133,7 @@ def test_a_drain_goes_on_when_the_supervisor_was_told_to_end_with_its_writer() -
     """As a scheduler does that sends SIGTERM to all processes of a job."""
     with (
         SharedRingBuffer.create(slots=2, slot_bytes=64) as ring,
-        UCXXServer(ring, addresses=("127.0.0.1",)) as server,
+        UCXXServer(ring, addresses=(LOOPBACK,)) as server,
         until_stopped() as stopped,
         concurrent.futures.ThreadPoolExecutor(1) as pool,
     ):

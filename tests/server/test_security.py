@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from helpers import NETWORK, Child, asynchronous, eventually, proven, segment_file
+from loopback import LOOPBACK
 from scripted_peer import Peer, Stage
 
 import transport
@@ -105,7 +106,7 @@ async def test_the_secret_is_on_no_command_line_in_no_environment_in_no_ticket_a
     caplog.set_level(logging.DEBUG)
     with (
         SharedRingBuffer.create(slots=2, slot_bytes=100) as ring,
-        UCXXServer(ring, addresses=("127.0.0.1",), secret=SECRET, log_level="DEBUG") as server,
+        UCXXServer(ring, addresses=(LOOPBACK,), secret=SECRET, log_level="DEBUG") as server,
     ):
         ticket = ring.write_raw(b"x")
         async with UCXXClient(wire=NETWORK, secret=b"another") as stranger:
@@ -177,7 +178,7 @@ async def test_a_welcome_for_another_ring_is_not_taken(monkeypatch: pytest.Monke
         async with Stage(ring) as stage:
             with pytest.raises(WrongRingError, match="serves ring"):
                 await Link.open(
-                    stage.worker, "127.0.0.1", stage.port, ring="f" * 32, tag_base=1, secret=None, settings=Settings()
+                    stage.worker, LOOPBACK, stage.port, ring="f" * 32, tag_base=1, secret=None, settings=Settings()
                 )
 
 
@@ -221,7 +222,7 @@ def test_no_child_runs_what_lies_in_the_current_directory(
     monkeypatch.chdir(tmp_path)
     with (
         SharedRingBuffer.create(slots=1, slot_bytes=10) as ring,
-        UCXXServer(ring, addresses=("127.0.0.1",), secret=SECRET) as server,
+        UCXXServer(ring, addresses=(LOOPBACK,), secret=SECRET) as server,
     ):
         assert len(server.ports) == 1
     assert not path.with_name("it-ran").exists()

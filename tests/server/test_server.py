@@ -15,18 +15,19 @@ import msgspec
 import pytest
 from claimed import claim_each
 from helpers import NETWORK, Child, eventually, listener_pids, noise
+from loopback import EVERYWHERE, FAMILY, LOOPBACK
 
 from transport import SharedRingBuffer, Ticket, UCXXClient, UCXXServer
 from transport.errors import BusyPortError, ConfigurationError, TransportError, UsageError
 from transport.runtime import stacks
 from transport.settings import DEFAULTS
 from transport.testing import run
-from transport.wire.addresses import LOOPBACK, advertised
+from transport.wire.addresses import advertised
 
 pytestmark = pytest.mark.ucx
 
 both_modes = pytest.mark.parametrize("mode", ["thread", "process"])
-LOCAL = ("127.0.0.1",)
+LOCAL = (LOOPBACK,)
 
 
 @pytest.fixture
@@ -47,8 +48,8 @@ def read(ticket: Ticket, **options: Any) -> bytes:
 
 @pytest.fixture
 def busy_port() -> Iterator[int]:
-    with socket.socket() as other:
-        other.bind(("0.0.0.0", 0))
+    with socket.socket(FAMILY) as other:
+        other.bind((EVERYWHERE, 0))
         other.listen()
         yield other.getsockname()[1]
 
@@ -118,6 +119,7 @@ def test_starting_twice_is_refused_and_closing_twice_is_not(ring: SharedRingBuff
         {"wires": frozenset({"pigeon"})},
         {"bind": 5},
         {"log_level": "LOUD"},
+        *({"addresses": wrong} for wrong in (("[::1]",), ("",), ("10.0.0.1:7000",), ("10.0.0.1",) * 17)),
     ],
     ids=str,
 )
@@ -196,7 +198,7 @@ def test_a_server_bound_to_an_address_is_reached_there_and_only_there(ring: Shar
         ticket = ring.write_raw(noise(100_000))
         assert ticket.addresses == (own,)
         with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.1", server.ports[0]), timeout=5)
+            socket.create_connection((LOOPBACK, server.ports[0]), timeout=5)
         assert read(ticket) == noise(100_000).tobytes()
 
 
@@ -210,10 +212,11 @@ def test_an_address_that_is_not_of_this_host_is_named(ring: SharedRingBuffer, mo
 # --- the end of the process --------------------------------------------------------------------------
 IN_A_THREAD = """
 import sys
+from loopback import LOOPBACK
 from transport import SharedRingBuffer, UCXXServer
 from transport.client.blocking import BlockingClient
 ring = SharedRingBuffer.create(slots=2, slot_bytes=1000)
-server = UCXXServer(ring, addresses=("127.0.0.1",), mode="thread")
+server = UCXXServer(ring, addresses=(LOOPBACK,), mode="thread")
 ticket = ring.write_raw(b"x")
 """
 
@@ -242,12 +245,13 @@ print("main done", flush=True)
 def test_a_forked_child_that_leaves_the_with_of_its_parent_stops_no_listener(mode: Any) -> None:
     code = """
 import os, sys
+from loopback import LOOPBACK
 from transport import SharedRingBuffer, UCXXServer
 from transport.client.blocking import BlockingClient
 def servers(ring):
     return {owner.pid for owner in ring.native.owners() if owner.alive}
 with SharedRingBuffer.create(slots=2, slot_bytes=1000) as ring:
-    with UCXXServer(ring, addresses=("127.0.0.1",), mode=sys.argv[1]) as server:
+    with UCXXServer(ring, addresses=(LOOPBACK,), mode=sys.argv[1]) as server:
         ports, pids = server.ports, servers(ring)
         pid = os.fork()
         if pid == 0:

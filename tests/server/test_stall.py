@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 from helpers import asynchronous, listener_pids, until
+from loopback import IPV6, LOOPBACK
 from supervised import LOCAL, QUICK, read_all, write
 
 from transport import SharedRingBuffer, UCXXClient, UCXXServer
@@ -42,10 +43,10 @@ async def test_a_listener_that_receives_nothing_over_shared_memory_is_restarted_
     ):
         (port,) = server.ports
         before = listener_pids(ring)[port]
-        worker = Worker(settings_for(frozenset({"shm"})))
+        worker = Worker(settings_for(frozenset({"shm"}), ipv6=IPV6))
         try:
             for _ in range(3):
-                await worker.connect("127.0.0.1", port)  # sends nothing, as if its messages did not arrive
+                await worker.connect(LOOPBACK, port)  # sends nothing, as if its messages did not arrive
             await until(lambda: listener_pids(ring).get(port, before) != before, "another listener on that port")
         finally:
             worker.close()

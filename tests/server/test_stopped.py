@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from helpers import eventually
+from loopback import LOOPBACK
 
 from transport import SharedRingBuffer, UCXXServer
 from transport.server.process import is_listener
@@ -35,7 +36,7 @@ def state_of(pid: int) -> str:
 @pytest.mark.parametrize("whom", ["listener", "supervisor", "both"])
 def test_a_stopped_process_of_a_server_ends_with_it(whom: str, capfd: pytest.CaptureFixture[str]) -> None:
     with SharedRingBuffer.create(slots=2, slot_bytes=100) as ring:
-        server = UCXXServer(ring, (0,), addresses=("127.0.0.1",)).start()
+        server = UCXXServer(ring, (0,), addresses=(LOOPBACK,)).start()
         supervisor, listeners = supervisor_of(server), listeners_of(ring)
         stopped = {"listener": listeners, "supervisor": [supervisor.pid], "both": [supervisor.pid, *listeners]}[whom]
         for pid in stopped:

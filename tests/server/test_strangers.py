@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from helpers import NETWORK, descriptors, ended, eventually, listener_pids, noise, settings_with, until
+from loopback import EVERYWHERE, IPV6, LOOPBACK
 
 from transport import SharedRingBuffer, UCXXClient, UCXXServer
 from transport.testing import run
@@ -43,7 +44,7 @@ both_modes = pytest.mark.parametrize("mode", ["process", "thread"])
 
 def connections(port: int) -> int:
     """How many a listening port has, those included that their clients have left."""
-    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    rows = [line.split() for line in Path("/proc/net/tcp6" if IPV6 else "/proc/net/tcp").read_text().splitlines()[1:]]
     listening, ended_in_order = "0A", "06"
     return sum(int(row[1].partition(":")[2], 16) == port and row[3] not in (listening, ended_in_order) for row in rows)
 
@@ -71,7 +72,7 @@ def served(mode: Any) -> Iterator[tuple[SharedRingBuffer, int, int]]:
     """A ring, its port, and the process that listens there."""
     with (
         SharedRingBuffer.create(slots=4, slot_bytes=50_000) as ring,
-        UCXXServer(ring, addresses=("127.0.0.1",), settings=QUICK, mode=mode) as server,
+        UCXXServer(ring, addresses=(LOOPBACK,), settings=QUICK, mode=mode) as server,
     ):
         port = server.ports[0]
         reads(ring, 1)
@@ -80,7 +81,7 @@ def served(mode: Any) -> Iterator[tuple[SharedRingBuffer, int, int]]:
 
 
 def said(port: int, what: bytes) -> socket.socket:
-    stranger = socket.create_connection(("127.0.0.1", port))
+    stranger = socket.create_connection((LOOPBACK, port))
     with contextlib.suppress(OSError):  # ended before it had said all of it
         stranger.sendall(what)
     return stranger
@@ -181,8 +182,8 @@ def test_a_listener_that_closes_with_strangers_leaves_the_interpreter_to_others(
             ticks.append(time.monotonic())
 
     async def closing() -> tuple[float, float]:
-        worker = Worker(settings_for(frozenset({"tcp"})))
-        listening = worker.listen(0, lambda _: None)
+        worker = Worker(settings_for(frozenset({"tcp"}), ipv6=IPV6))
+        listening = worker.listen(0, lambda _: None, EVERYWHERE)
         strangers = [said(listening.port, b"") for _ in range(1000)]
         await until(lambda: connections(listening.port) >= 1000)
         ticking = threading.Thread(target=tick)

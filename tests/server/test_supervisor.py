@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from helpers import NETWORK, asynchronous, dead_port, eventually, listener_pids, parent_of, until
+from loopback import FAMILY
 from supervised import LOCAL, QUICK, bound, read_all, write
 
 from transport import SharedRingBuffer, UCXXClient, UCXXServer
@@ -180,7 +181,7 @@ class Watch:
 @pytest.mark.nightly
 @asynchronous
 async def test_a_port_that_another_program_takes_meanwhile_does_not_cost_the_healthy_listener() -> None:
-    with served() as (ring, server), socket.socket() as thief, Watch(ring) as watch:
+    with served() as (ring, server), socket.socket(FAMILY) as thief, Watch(ring) as watch:
         before = listener_pids(ring)
         victim, healthy = server.ports
         supervisor = parent_of(before[victim])

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 from frozen import frozen
 from helpers import NETWORK, SHM, Child, asynchronous, eventually, is_running, listener_pids, parent_of
+from loopback import FAMILY, LOOPBACK
 from supervised import QUICK, bound, read_all
 
 from transport import SharedRingBuffer, Ticket, UCXXClient, UCXXServer
@@ -34,12 +35,13 @@ WRITER = """
 import sys, msgspec
 from frozen import frozen
 from helpers import noise
+from loopback import LOOPBACK
 from transport import SharedRingBuffer, UCXXServer
 from transport.settings import Settings
 name, settings, count = sys.argv[1], msgspec.json.decode(sys.argv[2], type=Settings), int(sys.argv[3])
 ports = (0,) * int(sys.argv[4])
 ring = SharedRingBuffer.create(slots=8, slot_bytes=50_000, name=name)
-server = UCXXServer(ring, ports, addresses=("127.0.0.1",), settings=settings).start()
+server = UCXXServer(ring, ports, addresses=(LOOPBACK,), settings=settings).start()
 print(len(ring.tickets()), flush=True)
 for seed in range(count):
     print(ring.write_raw(noise(20_000, seed), metadata={"seed": seed}).to_text(), flush=True)
@@ -115,17 +117,17 @@ def test_a_port_that_a_killed_writer_still_has_names_its_ring_and_the_ring_takes
         SharedRingBuffer.create(slots=8, slot_bytes=50_000) as other,
         pytest.raises(BusyPortError, match=f"name='{name.removeprefix('/transport-')}'"),
     ):
-        UCXXServer(other, (port,), addresses=("127.0.0.1",), settings=QUICK).start()
+        UCXXServer(other, (port,), addresses=(LOOPBACK,), settings=QUICK).start()
     with (
         SharedRingBuffer.create(slots=8, slot_bytes=50_000, name=name) as again,
-        UCXXServer(again, (port,), addresses=("127.0.0.1",), settings=QUICK) as server,
+        UCXXServer(again, (port,), addresses=(LOOPBACK,), settings=QUICK) as server,
     ):
         assert server.ports == (port,)
         with (
             SharedRingBuffer.create(slots=8, slot_bytes=50_000) as other,
             pytest.raises(BusyPortError, match=f"process {os.getpid()}"),
         ):
-            UCXXServer(other, (port,), addresses=("127.0.0.1",), settings=QUICK).start()
+            UCXXServer(other, (port,), addresses=(LOOPBACK,), settings=QUICK).start()
 
 
 @pytest.mark.parametrize("linger_s", [0.5, 0.0])
@@ -242,7 +244,7 @@ def test_a_restarted_writer_whose_old_port_is_another_programs_by_now_is_served_
         child.kill()
     for pid in (first.supervisor, *first.listeners.values()):
         os.kill(pid, signal.SIGKILL)
-    with socket.socket() as thief:
+    with socket.socket(FAMILY) as thief:
         thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         eventually(lambda: bound(thief, port))
         thief.listen()

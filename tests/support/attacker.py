@@ -17,6 +17,8 @@ import sys
 import time
 from collections.abc import Callable
 
+from loopback import IPV6, LOOPBACK
+
 from transport.errors import TransportError
 from transport.wire import frames
 from transport.wire.ucx import Endpoint, Worker
@@ -46,7 +48,7 @@ async def flood(worker: Worker, port: int, count: int, send: Callable[[Endpoint]
     while sent < count and not told():
         try:
             if endpoint is None:
-                endpoint = await worker.connect("127.0.0.1", port)
+                endpoint = await worker.connect(LOOPBACK, port)
                 async with asyncio.timeout(2):
                     await endpoint.send_stream(hello())  # without it, nobody would wait for the connection to be made
             batch = [send(endpoint) for _ in range(64)]
@@ -85,7 +87,7 @@ async def rendezvous(worker: Worker, port: int, count: int) -> int:
         dropped += send.exception() is None
 
     with contextlib.suppress(TransportError):
-        endpoint = await worker.connect("127.0.0.1", port)
+        endpoint = await worker.connect(LOOPBACK, port)
         await endpoint.send_stream(hello())
         while sent < count and not told() and endpoint.alive:
             for _ in range(64):
@@ -97,7 +99,7 @@ async def rendezvous(worker: Worker, port: int, count: int) -> int:
 
 async def ahead(worker: Worker, port: int, count: int) -> int:
     """Requests of an admitted client, far ahead of what the listener has answered, the first one missing."""
-    endpoint = await worker.connect("127.0.0.1", port)
+    endpoint = await worker.connect(LOOPBACK, port)
     await endpoint.send_stream(hello())
     prefix = bytearray(frames.PREFIX_BYTES)
     await endpoint.receive_stream(prefix)
@@ -118,7 +120,7 @@ async def clients(worker: Worker, port: int, count: int) -> int:
     held = []
     for _ in range(count):
         try:
-            held.append(await worker.connect("127.0.0.1", port))
+            held.append(await worker.connect(LOOPBACK, port))
             await asyncio.sleep(0)
         except TransportError:
             await asyncio.sleep(0.01)
@@ -130,7 +132,7 @@ async def clients(worker: Worker, port: int, count: int) -> int:
 # --- without UCX --------------------------------------------------------------------------------------
 def connected(port: int) -> socket.socket | None:
     with contextlib.suppress(OSError):
-        return socket.create_connection(("127.0.0.1", port), 1.0)
+        return socket.create_connection((LOOPBACK, port), 1.0)
     return None
 
 
@@ -182,7 +184,7 @@ WITH_UCX = {"tags": tags, "stream": stream, "rendezvous": rendezvous, "ahead": a
 
 
 async def through_ucx(kind: str, port: int, count: int) -> None:
-    worker = Worker(settings_for(frozenset({"tcp"})))
+    worker = Worker(settings_for(frozenset({"tcp"}), ipv6=IPV6))
     say("begun")
     try:
         say(await WITH_UCX[kind](worker, port, count))

@@ -7,6 +7,8 @@ import secrets
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+from loopback import LOOPBACK
+
 from transport import FoundRings, SharedRingBuffer, UCXXServer, open_rings
 from transport.claims.places import OnThisHost, RingAddress
 from transport.claims.taken_part import TakenPart
@@ -36,7 +38,7 @@ def ring_of(
     arguments = {"slots": 32, "slot_bytes": 4096, **arguments}
     with (
         SharedRingBuffer.create(prefix=prefix, **arguments) as ring,
-        UCXXServer(ring, ports, mode=mode, addresses=("127.0.0.1",)),
+        UCXXServer(ring, ports, mode=mode, addresses=(LOOPBACK,)),
     ):
         yield ring
 

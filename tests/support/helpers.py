@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 import pytest
+from loopback import EVERYWHERE, FAMILY, LOOPBACK
 from patience import PATIENCE
 
 from transport import SharedRingBuffer, SlotState, Ticket, UCXXServer
@@ -194,7 +195,7 @@ def serving(
     with (
         SharedRingBuffer.create(schema, slots=slots, slot_bytes=slot_bytes, overflow=overflow) as ring,
         UCXXServer(
-            ring, ports, addresses=("127.0.0.1",), settings=settings, secret=secret, wires=wires, mode="thread"
+            ring, ports, addresses=(LOOPBACK,), settings=settings, secret=secret, wires=wires, mode="thread"
         ) as server,
     ):
         yield ring, server
@@ -237,8 +238,8 @@ def stalled(server: UCXXServer, then: Callable[[], object] = lambda: None) -> It
 @contextlib.contextmanager
 def dead_port() -> Iterator[int]:
     """A port that nobody listens on, and that nobody else gets meanwhile."""
-    with socket.socket() as bound:
-        bound.bind(("0.0.0.0", 0))
+    with socket.socket(FAMILY) as bound:
+        bound.bind((EVERYWHERE, 0))
         yield bound.getsockname()[1]
 
 

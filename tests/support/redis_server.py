@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from loopback import FAMILY, LOOPBACK, at
 
 WHY_NOT = (
     "\033[31mSKIPPED: Redis is not tested: redis-server is missing (apt-get install redis-server)\033[0m"
@@ -37,8 +38,8 @@ def _die_with_parent() -> None:
 def _port() -> int:
     """A free port that no outgoing connection gets while the server is down: the kernel takes theirs from 32768 on."""
     while True:
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", random.randrange(10_000, 32_768)))
+        with socket.socket(FAMILY) as probe, contextlib.suppress(OSError):
+            probe.bind((LOOPBACK, random.randrange(10_000, 32_768)))
             port: int = probe.getsockname()[1]
             return port
 
@@ -55,7 +56,7 @@ class RedisServer:
             self.port = _port()  # somebody took it meanwhile
 
     def place(self, run: str = "test", database: int = 0) -> str:
-        return f"redis://127.0.0.1:{self.port}/{database}?run={run}"
+        return f"redis://{at(self.port)}/{database}?run={run}"
 
     def start(self) -> None:
         """Start it again, and wait until it answers. With the same files and port as before."""
@@ -68,7 +69,7 @@ class RedisServer:
         from redis.retry import Retry
 
         arguments = {
-            "bind": "127.0.0.1", "port": str(self.port), "dir": str(self.directory), "save": "",
+            "bind": LOOPBACK, "port": str(self.port), "dir": str(self.directory), "save": "",
             "appendonly": "yes", "appendfsync": "always",
         }  # fmt: skip
         self.process = subprocess.Popen(
@@ -83,7 +84,7 @@ class RedisServer:
             start_new_session=True,
         )
         never = Retry(NoBackoff(), 0)  # the package's own pauses are long
-        with redis.Redis(host="127.0.0.1", port=self.port, retry=never) as client:
+        with redis.Redis(host=LOOPBACK, port=self.port, retry=never) as client:
             while self.process.poll() is None:
                 try:
                     if client.info("server")["process_id"] == self.process.pid:
@@ -105,7 +106,7 @@ class RedisServer:
         """Forget everything."""
         import redis
 
-        with redis.Redis(host="127.0.0.1", port=self.port) as client:
+        with redis.Redis(host=LOOPBACK, port=self.port) as client:
             client.flushall()
 
 

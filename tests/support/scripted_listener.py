@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import frame_codec
 from frame_codec import Answer
+from loopback import EVERYWHERE, IPV6, LOOPBACK
 
 from transport.client.connections.connection import Link, Want
 from transport.settings import Settings
@@ -30,12 +31,12 @@ async def connected(
     wire_name: Any = "tcp", kind: type[Worker] = Worker, **changes: str
 ) -> AsyncIterator[tuple[Endpoint, Endpoint]]:
     """An endpoint and the one that a listener made of it, each of a worker of its own."""
-    settings = {**settings_for(frozenset({wire_name})), **changes}
+    settings = {**settings_for(frozenset({wire_name}), ipv6=IPV6), **changes}
     ours, theirs = kind(settings), kind(settings)
     accepted: asyncio.Queue[Endpoint] = asyncio.Queue()
-    listening = theirs.listen(0, accepted.put_nowait)
+    listening = theirs.listen(0, accepted.put_nowait, EVERYWHERE)
     try:
-        client = await ours.connect("127.0.0.1", listening.port)
+        client = await ours.connect(LOOPBACK, listening.port)
         server = await accepted.get()
         # The first message makes the connection.
         here, there = bytearray(1), bytearray(1)
@@ -99,14 +100,14 @@ class ScriptedListener:
     """
 
     def __init__(self, wire_name: Any = "tcp", **changes: str) -> None:
-        self._settings = {**settings_for(frozenset({wire_name})), **changes}
+        self._settings = {**settings_for(frozenset({wire_name}), ipv6=IPV6), **changes}
         self._accepted: asyncio.Queue[Endpoint] = asyncio.Queue()
         self._bases = itertools.count(0x11111111)
 
     async def __aenter__(self) -> Self:
         self.worker = Worker(self._settings)  # of the clients
         self._own = Worker(self._settings)
-        self._listening = self._own.listen(0, self._accepted.put_nowait)
+        self._listening = self._own.listen(0, self._accepted.put_nowait, EVERYWHERE)
         self.port = self._listening.port
         return self
 
@@ -133,7 +134,7 @@ class ScriptedListener:
             "settings": Settings(),
             **options,
         }
-        return asyncio.ensure_future(Link.open(self.worker, "127.0.0.1", self.port, **arguments))
+        return asyncio.ensure_future(Link.open(self.worker, LOOPBACK, self.port, **arguments))
 
     async def accepted(self) -> Side:
         """The next client; it has not been heard."""

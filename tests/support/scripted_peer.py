@@ -11,6 +11,7 @@ from unittest.mock import patch
 import frame_codec
 from frame_codec import Answer
 from helpers import until
+from loopback import EVERYWHERE, IPV6, LOOPBACK
 
 from transport.ring.buffer import SharedRingBuffer
 from transport.server.listener import Connection, Listener
@@ -72,16 +73,16 @@ class Stage:
         self, ring: SharedRingBuffer, *, secret: bytes | None = None, rendezvous: int = RENDEZVOUS, **settings: Any
     ) -> None:
         self.listener = Listener(
-            ring, secret=secret, settings=Settings(**{"inline_limit": INLINE, **settings}), wires=TCP
+            ring, secret=secret, settings=Settings(**{"inline_limit": INLINE, **settings}), wires=TCP, bind=EVERYWHERE
         )
         self._rendezvous = str(rendezvous)
         self.port = 0
 
     async def __aenter__(self) -> Self:
-        chosen = {**settings_for(TCP), "RNDV_THRESH": self._rendezvous}
+        chosen = {**settings_for(TCP, ipv6=IPV6), "RNDV_THRESH": self._rendezvous}
         with patch("transport.server.listener.settings_here", lambda *_, **__: chosen):
             self.port = self.listener.start()
-        self.worker = Worker(settings_for(TCP))
+        self.worker = Worker(settings_for(TCP, ipv6=IPV6))
         return self
 
     async def __aexit__(
@@ -93,7 +94,7 @@ class Stage:
     async def peer(self) -> Peer:
         """A client that has not said anything."""
         known = set(self.listener._connections)
-        endpoint = await self.worker.connect("127.0.0.1", self.port)
+        endpoint = await self.worker.connect(LOOPBACK, self.port)
         await until(lambda: set(self.listener._connections) - known, "the listener has accepted")
         [connection] = set(self.listener._connections) - known
         return Peer(self, endpoint, connection)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 from collections.abc import Iterator
+
+from loopback import listening
 
 
 @contextlib.contextmanager
 def silent_server() -> Iterator[int]:
-    """The port of a server on 127.0.0.1; the kernel accepts for it, and keeps what is sent."""
-    with socket.create_server(("127.0.0.1", 0), backlog=64) as listening:
-        yield int(listening.getsockname()[1])
+    """The port of a server on loopback; the kernel accepts for it, and keeps what is sent."""
+    with listening(backlog=64) as silent:
+        yield int(silent.getsockname()[1])

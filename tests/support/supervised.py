@@ -7,6 +7,7 @@ import socket
 
 import msgspec
 from helpers import noise
+from loopback import EVERYWHERE, LOOPBACK
 
 from transport import SharedRingBuffer, Ticket, UCXXClient
 from transport.settings import DEFAULTS
@@ -21,7 +22,7 @@ QUICK = msgspec.structs.replace(
     port_quarantine_most_s=0.4,
     linger_s=60.0,
 )
-LOCAL = ("127.0.0.1",)
+LOCAL = (LOOPBACK,)
 
 
 async def read_all(client: UCXXClient, tickets: list[Ticket]) -> None:
@@ -42,5 +43,5 @@ def write(ring: SharedRingBuffer, count: int, size: int = 20_000) -> list[Ticket
 def bound(mine: socket.socket, port: int) -> bool:
     """Have the port, as soon as the one who had it is gone."""
     with contextlib.suppress(OSError):
-        mine.bind(("0.0.0.0", port))
+        mine.bind((EVERYWHERE, port))
     return mine.getsockname()[1] == port

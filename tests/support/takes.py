@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from helpers import NETWORK
+from loopback import at
 
 from transport import SharedRingBuffer, UCXXClient, _ring
 from transport.claims.batch import CONSUME, End, TakenBatch, Verdict, Verdicts
@@ -22,7 +23,7 @@ SLOTS = 8
 
 def addresses(ring: SharedRingBuffer) -> list[str]:
     """One for each port."""
-    return [f"127.0.0.1:{port}" for port in ring.native.ports()]
+    return [at(port) for port in ring.native.ports()]
 
 
 def remote(**arguments: Any) -> UCXXClient:

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 from helpers import NETWORK, asynchronous, cut_connections, noise, over_ucx, serving, settings_with, stalled, until
+from loopback import LOOPBACK
 
 from transport import SharedRingBuffer, UCXXClient, UCXXServer
 from transport.client.connections.acknowledgements import Ack
@@ -33,7 +34,7 @@ async def taken(**options: Any) -> AsyncIterator[tuple[Links, PortKey, SharedRin
     """A client's links, a port with one place, its ring, and the link that has the place."""
     with serving(slots=4, slot_bytes=1000, settings=ONE_PLACE) as (ring, server):
         async with UCXXClient(wire=NETWORK, ack="manual", settings=ONE_PLACE, **options) as client:
-            port = ("127.0.0.1", server.ports[0])
+            port = (LOOPBACK, server.ports[0])
             link = await client._links.checkout(port, ring.ring_id)
             yield client._links, port, ring, link
             client._links._pool.validate()
@@ -91,7 +92,7 @@ async def test_a_link_that_is_waited_for_is_not_idle() -> None:
     few = settings_with(pool_endpoints_per_port=1, pool_endpoints_idle=1)
     with serving(slots=4, slot_bytes=1000, ports=(0, 0), settings=few) as (ring, server):
         async with UCXXClient(wire=NETWORK, ack="manual", settings=few) as client:
-            links, ports = client._links, [("127.0.0.1", port) for port in server.ports]
+            links, ports = client._links, [(LOOPBACK, port) for port in server.ports]
             given = [await links.checkout(port, ring.ring_id) for port in ports]
             tasks = [task for port in ports for task in await waiting(links, port, ring.ring_id, 1)]
             for link in given:
@@ -213,7 +214,7 @@ async def test_the_ring_being_read_is_not_forgotten_for_many_others(monkeypatch:
 @asynchronous
 async def test_the_listener_that_was_met_names_the_ports_of_its_ring_to_claims_and_to_reads_by_ticket() -> None:
     with serving(slots=4, slot_bytes=1000, ports=(0, 0)) as (ring, server):
-        first, second = (("127.0.0.1", number) for number in server.ports)
+        first, second = ((LOOPBACK, number) for number in server.ports)
         ticket = msgspec.structs.replace(ring.write_raw(noise(100)), host="another", ports=(first[1],))
         async with UCXXClient(wire=NETWORK, ack="manual") as client:
             routes = client._links.routes
@@ -221,7 +222,7 @@ async def test_the_listener_that_was_met_names_the_ports_of_its_ring_to_claims_a
             await client.claims.open(first)
             assert routes.ports_said(ring.ring_id) == server.ports
             assert (routes.ring_at(first), routes.ring_at(second)) == (ring.ring_id, ring.ring_id)
-            assert routes.ring_at(("127.0.0.1", 1)) == ""
+            assert routes.ring_at((LOOPBACK, 1)) == ""
             assert routes.ports(ticket) == [first, second]
 
 
@@ -256,16 +257,16 @@ async def test_an_acknowledgement_is_not_forgotten_with_the_route_to_its_ring(
 @asynchronous
 async def test_acknowledgements_wait_for_a_ring_whose_server_moved_to_another_port() -> None:
     with SharedRingBuffer.create(slots=4, slot_bytes=1000) as ring:
-        first = UCXXServer(ring, (0,), addresses=("127.0.0.1",), mode="thread").start()
+        first = UCXXServer(ring, (0,), addresses=(LOOPBACK,), mode="thread").start()
         port = first.ports[0]
         async with UCXXClient(wire=NETWORK, ack="manual") as client:
             payload = await client.read(ring.write_raw(noise(100)))
             first.close()
-            with serving(ports=(port,)), UCXXServer(ring, (0,), addresses=("127.0.0.1",), mode="thread"):
+            with serving(ports=(port,)), UCXXServer(ring, (0,), addresses=(LOOPBACK,), mode="thread"):
                 payload.ack()
                 route = client._links.routes.find(ring.ring_id)
                 assert route is not None
-                await until(lambda: route.wrong == {("127.0.0.1", port)}, "another ring is there now")
+                await until(lambda: route.wrong == {(LOOPBACK, port)}, "another ring is there now")
                 await until(lambda: not client._links._flushes)
                 assert client.statistics().acks_pending == 1
                 await client.read(ring.write_raw(noise(200)))  # its ticket says where the ring is served now
@@ -277,7 +278,7 @@ async def test_acknowledgements_wait_for_a_ring_whose_server_moved_to_another_po
 async def test_acknowledgements_for_a_ring_that_nobody_serves_any_more_end_when_it_cannot_live() -> None:
     settings = settings_with(linger_s=0.05)
     with SharedRingBuffer.create(slots=4, slot_bytes=1000) as ring:
-        first = UCXXServer(ring, (0,), addresses=("127.0.0.1",), mode="thread").start()
+        first = UCXXServer(ring, (0,), addresses=(LOOPBACK,), mode="thread").start()
         async with UCXXClient(wire=NETWORK, ack="manual", settings=settings) as client:
             payload = await client.read(ring.write_raw(noise(100)))
             first.close()
@@ -335,7 +336,7 @@ async def test_a_link_that_was_idle_for_too_long_is_parted_from_in_good_order(
     monkeypatch.setattr(Link, "ask", noted)
     settings = settings_with(pool_endpoint_max_age_s=0.1, pool_endpoints_per_port=1)
     with serving(slots=4, slot_bytes=1000) as (ring, server):
-        port = ("127.0.0.1", server.ports[0])
+        port = (LOOPBACK, server.ports[0])
         async with UCXXClient(wire=NETWORK, ack="manual", settings=settings) as client:
             links = client._links
             if not tended:

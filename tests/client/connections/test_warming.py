@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from helpers import NETWORK, NETWORK_WIRE, asynchronous, noise, serving, settings_with, until
+from loopback import at
 
 from transport import UCXXClient, UCXXServer
 from transport.client.connections.connection import Link
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.ucx
 def places_of(ring: Any, server: UCXXServer, by: str) -> list[Any]:
     if by == "ticket":
         return [ring.write_raw(noise(1000))]
-    return [f"127.0.0.1:{port}" for port in server.ports]
+    return [at(port) for port in server.ports]
 
 
 @pytest.mark.parametrize(("wire", "by"), [(NETWORK_WIRE, "ticket"), (NETWORK_WIRE, "address"), ("shm", "ticket")])
@@ -41,7 +42,7 @@ async def test_many_ports_get_fewer_connections_each() -> None:
     settings = settings_with(pool_endpoints_idle=4, pool_endpoints_per_port=2)
     with serving(slots=4, slot_bytes=1000, ports=(0,) * 6) as (_, server):
         async with UCXXClient(wire=NETWORK, settings=settings) as client:
-            await client.warm(*(f"127.0.0.1:{port}" for port in server.ports))
+            await client.warm(*(at(port) for port in server.ports))
             assert 0 < client.statistics().links_idle <= 4
             client._links._pool.validate()
 
@@ -51,7 +52,7 @@ async def test_many_ports_get_fewer_connections_each() -> None:
 async def test_a_ring_that_is_mapped_needs_no_connection_and_no_ucx(wire: Any) -> None:
     with serving(slots=4, slot_bytes=1000) as (ring, server):
         async with UCXXClient(wire=wire) as client:
-            assert await client.warm(ring.write_raw(noise(1000)), f"127.0.0.1:{server.ports[0]}") == 0
+            assert await client.warm(ring.write_raw(noise(1000)), at(server.ports[0])) == 0
             assert not client._links._workers
 
 
@@ -61,7 +62,7 @@ async def test_a_port_where_nobody_listens_is_counted_and_not_blamed() -> None:
     with serving(slots=4, slot_bytes=1000) as (ring, server):
         dead = 1
         async with UCXXClient(wire=NETWORK) as client:
-            assert await client.warm(f"127.0.0.1:{dead}", f"127.0.0.1:{server.ports[0]}") == 8
+            assert await client.warm(at(dead), at(server.ports[0])) == 8
             look = client.statistics()
             assert (look.warm_up_failures, look.failed_reads, look.quarantined_ports) == (1, 0, ())
             assert (await client.read(ring.write_raw(noise(1000)))).wire == NETWORK_WIRE
@@ -101,7 +102,7 @@ async def test_a_cancelled_warm_up_leaves_every_place_free(monkeypatch: pytest.M
         async with UCXXClient(wire=NETWORK) as client:
             opening = asyncio.Event()
             stopped_at(monkeypatch, opening)
-            warming = asyncio.create_task(client.warm(f"127.0.0.1:{server.ports[0]}"))
+            warming = asyncio.create_task(client.warm(at(server.ports[0])))
             await opening.wait()
             warming.cancel()
             await asyncio.gather(warming, return_exceptions=True)
@@ -118,7 +119,7 @@ async def test_closing_ends_a_warm_up_that_is_under_way(monkeypatch: pytest.Monk
         client = UCXXClient(wire=NETWORK)
         opening = asyncio.Event()
         stopped_at(monkeypatch, opening)
-        warming = asyncio.create_task(client.warm(f"127.0.0.1:{server.ports[0]}"))
+        warming = asyncio.create_task(client.warm(at(server.ports[0])))
         await opening.wait()
         if in_order:
             await client.close()
@@ -136,7 +137,7 @@ async def test_a_read_during_a_warm_up_has_a_place_of_its_own(monkeypatch: pytes
         async with UCXXClient(wire=NETWORK) as client:
             opening = asyncio.Event()
             go_on = stopped_at(monkeypatch, opening)
-            warming = asyncio.create_task(client.warm(f"127.0.0.1:{server.ports[0]}"))
+            warming = asyncio.create_task(client.warm(at(server.ports[0])))
             await opening.wait()
             assert client._links.counts().opening == 1
             monkeypatch.undo()
