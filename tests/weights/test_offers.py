@@ -7,6 +7,7 @@ import logging
 import re
 import secrets
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -272,10 +273,13 @@ def test_a_wrong_call_leaves_the_version_on_offer(offered: Any) -> None:
         Taker(ReferenceWorker("own")).follow(queue, client)
 
 
-def test_a_trainer_that_begins_again_may_offer_smaller_versions(place: str) -> None:
+@pytest.mark.parametrize("directory", [False, True])
+def test_a_trainer_that_begins_again_may_offer_smaller_versions(place: str, directory: bool, tmp_path: Path) -> None:
+    if directory:  # whose notices outlive the trainer
+        place = f"rings+sqlite:///{tmp_path}/directory"
     taker = Taker(ReferenceWorker("own"))
     with BlockingClient(schemas=[SCHEMA], wire="mapped") as client, open_rings(place) as replica:
-        for versions in ((100,), (1, 2)):
+        for versions in ((100,), (1, 2), (2,)):
             with open_rings(place) as queue, Offers(SCHEMA, queue) as offers:
                 for version in versions:
                     offers.publish(weights_of(version), version)

@@ -6,9 +6,10 @@
     taker = Taker(worker)               # in each replica
     taker.follow(queue, client)         # the newest version, complete and proven, or still the one before
 
-There is no group and no manager: replicas may skip versions and take the newest. As in an update, a replica serves all
-of a version or none of it, by the same worker interface and the same checksums. `offer` and `Taker.take` are for a
-version in a ring of your own, with a notice that goes another way.
+There is no group and no manager: replicas may skip versions and take the newest. Notices have numbers of their own,
+which grow also where a trainer goes back to a checkpoint, and offers smaller versions from then on. As in an update, a
+replica serves all of a version or none of it, by the same worker interface and the same checksums. `offer` and
+`Taker.take` are for a version in a ring of your own, with a notice that goes another way.
 """
 
 from __future__ import annotations
@@ -85,6 +86,18 @@ def offer(ticket: Ticket, version: int) -> bytes:
 _decode = msgspec.msgpack.Decoder(Offer).decode
 
 
+def _offer_of(notice: bytes) -> Offer:
+    """Decode a notice's contents. Raises ProtocolError for what is no offer."""
+    try:
+        return _decode(notice)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise ProtocolError(f"not an offer of a version ({len(notice)} bytes): {error}") from error
+
+
+def _version_of(notice: Notice) -> int:
+    return _offer_of(notice.payload).version
+
+
 class Offers:
     """The trainer's newest version, in a ring of its own. A trainer's thread.
 
@@ -110,6 +123,8 @@ class Offers:
         self._queue = queue
         self._topic = topic
         self._unsure: Ticket | None = None  # whether it was announced is unknown
+        self._version: int | None = None  # that was published last
+        self._number: int | None = None  # of its notice
         self._served = UCXXRolloutMixin()
         settings = configuration().settings if settings is None else settings
         kept_s = max(_KEPT_S, 100 * settings.ack_delay_s)
@@ -127,23 +142,31 @@ class Offers:
         """Offer a version in the place of the one before.
 
         Raises:
-            UsageError: this version or a later one was announced under this topic; that one stays on offer.
+            UsageError: a version that is not greater than the one before, or another trainer has announced under this
+                topic; the version before, or that of the other trainer, stays on offer.
             StoreError: the store cannot be reached; whether the version was announced is unknown.
             RingFullError: for 5 s every slot has been held, by replicas that were stopped while they read.
         """
+        if self._version is not None and version <= self._version:
+            raise UsageError(f"version {version}: version {self._version} is on offer, and versions must grow")
         # Over the oldest that nobody reads; a replica that finds it gone looks again.
         ticket = self._served.write_to_buffer(weights, timeout_s=_FULL_S)
         unsure, self._unsure = self._unsure, ticket
         if unsure is not None:  # else versions that were not announced would overwrite the one on offer
             self._ring.discard(unsure)
-        announced = self._queue.announce(self._topic, version, offer(ticket, version))
+        if self._number is None:
+            there = self._queue.latest(self._topic)
+            self._number = -1 if there is None else there.version
+        self._number = max(self._number + 1, version)
+        announced = self._queue.announce(self._topic, self._number, offer(ticket, version))
         self._unsure = None
         if not announced:
             self._ring.discard(ticket)
             raise UsageError(
-                f"version {version}: {self._queue!r} has this or a later one announced as {self._topic!r}; versions "
-                "must grow, also where a job begins again: choose another topic for it"
+                f"version {version} is not on offer, since another trainer offers weights as {self._topic!r}: end it, "
+                "or give each a topic of its own"
             )
+        self._version = version
 
     def close(self) -> None:
         """End the ring; what replicas have taken is theirs. Idempotent."""
@@ -197,7 +220,7 @@ class Taker:
     @property
     def announced(self) -> int:
         """The version that `follow` has taken or missed last; before, the one that the worker began with."""
-        return self._begun_with if self._seen is None else self._seen.version
+        return self._begun_with if self._seen is None else _version_of(self._seen)
 
     def follow(
         self,
@@ -211,7 +234,7 @@ class Taker:
         """Take the version on offer, unless it was taken or missed before; whether one was taken.
 
         A version that cannot be had is missed, and a warning says why: the one before is served until the next is
-        announced. A trainer that begins again may offer smaller versions, where its queue allows that.
+        announced. A trainer that begins again may offer smaller versions.
 
         Args:
             wait_s: how long to wait for a newer version.
@@ -223,10 +246,11 @@ class Taker:
                 next call tries again.
         """
         notice = queue.latest(topic)
-        if notice is not None and self._seen is None and notice.version == self._begun_with:
+        if notice is not None and self._seen is None and _version_of(notice) == self._begun_with:
             self._seen = notice
         if notice == self._seen:
-            notice = queue.latest(topic, newer_than=self.announced, timeout_s=wait_s) if wait_s > 0 else None
+            number = self._begun_with if self._seen is None else self._seen.version
+            notice = queue.latest(topic, newer_than=number, timeout_s=wait_s) if wait_s > 0 else None
         while notice is not None:
             begun = time.monotonic()
             try:
@@ -236,9 +260,8 @@ class Taker:
                 self.missed += 1
                 newest = queue.latest(topic) if isinstance(error, StaleSlotError) else notice
                 if newest == notice:
-                    log.warning(
-                        "version %d is missed, version %d is served on: %s", notice.version, self.version, error
-                    )
+                    missed = _version_of(notice)
+                    log.warning("version %d is missed, version %d is served on: %s", missed, self.version, error)
                     return False
                 notice = newest  # the trainer was faster
             else:
@@ -259,10 +282,7 @@ class Taker:
 
     def _take(self, client: BlockingClient, notice: bytes, rank: int, timeout: float, ack: AckMode | None) -> int:
         """``ack``: "manual" leaves the version to every other reader; None: as the client does."""
-        try:
-            found = _decode(notice)
-        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-            raise ProtocolError(f"not an offer of a version ({len(notice)} bytes): {error}") from error
+        found = _offer_of(notice)
         payload = client.read(Ticket.decode(found.ticket), rank=rank, timeout=timeout, ack=ack)
         try:
             weights = {name: _copied(array) for name, array in payload.items()}  # the slot is for the next version
