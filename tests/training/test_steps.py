@@ -172,6 +172,21 @@ def test_stale_groups_that_are_kept_say_their_age(ring: SharedRingBuffer, prefix
         step.consume()
 
 
+def test_ages_count_from_the_version_that_learns_and_not_from_the_one_that_read_ahead(
+    ring: SharedRingBuffer, prefix: str
+) -> None:
+    write(ring, "first", 1, policy_version=3)
+    write(ring, "second", 2, policy_version=3)
+    with trainer_of(prefix) as trainer:
+        steps = iter(trainer.steps(1))
+        for trainer.version in (3, 4):
+            step = next(steps)
+            assert [micro.ages.tolist() for micro in step] == [[trainer.version - 3] * 4]
+            while trainer.statistics().client.reads < 8:  # the second was read ahead
+                pass
+            step.consume()
+
+
 def test_a_group_that_is_not_chosen_moves_no_bytes(ring: SharedRingBuffer, prefix: str, wire: str) -> None:
     for value, rewards in enumerate([(0.0, 1.0), (1.0, 1.0), (0.0, 1.0)]):
         for reward in rewards:

@@ -327,7 +327,8 @@ class Planner:
             else:
                 self.counts.incomplete += 1
                 log.warning("group %r is given up: %s", group.name, why)
-            self._holding.discard([each.delivery for each in group.samples], f"group {group.name!r}: {why}")
+            reason = f"a sample of its group is older than version {oldest}" if why == "stale" else f"its group: {why}"
+            self._holding.discard([each.delivery for each in group.samples], reason)
             self._holding.consume(group.marks)
             if group.samples:
                 self._tell(group, why)
@@ -376,19 +377,22 @@ class Planner:
 
     def _say_waiting(self, now: float) -> None:
         self._waits_since = self._waits_since or now
-        if now >= self._waits_since + LOOK_S and len(self._assembly) and self._said.due() is not None:
-            waits = sorted(self._assembly.open, key=lambda each: each.since)
-            named = ", ".join(f"{each.name!r} ({len(each)} of {each.of or '?'})" for each in waits[:5])
-            log.warning(
-                "the next step waits for %.0f s: %d of %d groups are complete; %d wait for samples%s%s%s",
-                now - self._waits_since,
-                len(self._assembly.complete),
-                self._terms.groups,
-                len(waits),
-                f": {named}" if named else "",
-                ", …" if len(waits) > 5 else "",
-                "".join(f"; {each}" for each in self._crowded()),
-            )
+        if now < self._waits_since + LOOK_S or not (len(self._assembly) or self._steps) or self._said.due() is None:
+            return
+        waits = sorted(self._assembly.open, key=lambda each: each.since)
+        named = ", ".join(f"{each.name!r} ({len(each)} of {each.of or '?'})" for each in waits[:5])
+        steps = f"; {len(self._steps)} steps that not every rank has consumed hold {len(self._reserved)} slots"
+        log.warning(
+            "the next step waits for %.0f s: %d of %d groups are complete; %d wait for samples%s%s%s%s",
+            now - self._waits_since,
+            len(self._assembly.complete),
+            self._terms.groups,
+            len(waits),
+            f": {named}" if named else "",
+            ", …" if len(waits) > 5 else "",
+            steps if self._steps else "",
+            "".join(f"; {each}" for each in self._crowded()),
+        )
 
     def waiting(self) -> Mapping[str, int]:
         """Return by ring how many claims wait for their group, or for a step."""

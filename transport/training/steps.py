@@ -263,6 +263,8 @@ class Steps:
         if step is not None:
             self._learned.given_out.add(step.number)
             self._number = step.number + 1
+            for micro in step:
+                micro.training_version = self._version()  # not the one that was trained while it was read
             if self._ahead:
                 self._reading = self._read(self._number)
         return step
@@ -398,11 +400,10 @@ class Steps:
         """Read and lay out what this rank trains on; ``unread`` grows by what cannot be."""
         notes = [note for micro in part.tickets for note in micro]
         payloads = iter(await self._payloads(notes, unread))
-        version = self._version()
         made = []
         for tickets, versions, planned in zip(part.tickets, part.versions, samples, strict=False):  # forgotten: none
             mine = [next(payloads) for _ in tickets]
-            made.append(await asyncio.to_thread(self._laid_out, mine, tickets, versions, version))
+            made.append(await asyncio.to_thread(self._laid_out, mine, tickets, versions))
             made[-1].groups = np.array([each.group for each in planned], np.int64)
         return made
 
@@ -411,17 +412,17 @@ class Steps:
         payloads: list[ReceivedPayload],
         notes: Sequence[bytes],
         versions: Sequence[int | None],
-        version: int | None,
     ) -> MicroBatch:
         parts = read_parts(payloads, notes, versions)
         gathered = None if self._schema is None else Gathered.gathered(parts, self._schema, self._shape)
         if gathered is not None and gathered.dropped:
             raise SchemaError(f"{gathered.dropped} payloads do not fit the schema of this trainer")
-        return MicroBatch(parts, gathered, self._shape, self._schemas, version)
+        return MicroBatch(parts, gathered, self._shape, self._schemas)
 
     async def _payloads(self, notes: Sequence[bytes], unread: list[Delivery]) -> list[ReceivedPayload]:
         """Read them all; those that fail are read again, until the time for a batch is over."""
-        give_up = time.monotonic() + self._settings.batch_deadline_s
+        begun = time.monotonic()
+        give_up = begun + self._settings.batch_deadline_s
         found: dict[int, ReceivedPayload] = {}
         left, rounds = list(range(len(notes))), 0
         while left:
@@ -443,6 +444,14 @@ class Steps:
                 raise lost[0][1]
             left = sorted(at for at, _ in failed)
             if left:
+                if time.monotonic() > begun + LOOK_S and self._waits.due() is not None:
+                    log.warning(
+                        "%d payloads of a step that was planned cannot be read, and are tried for %.0f s more "
+                        "(batch_deadline_s) before its groups are given up: %s",
+                        len(left),
+                        give_up - time.monotonic(),
+                        error_text(failed[0][1]),
+                    )
                 await asyncio.sleep(pause)
         return [found[at] for at in range(len(notes))]
 

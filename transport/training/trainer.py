@@ -180,12 +180,13 @@ class Trainer:
             undo.callback(self._end)
             self._thread = thread = LoopThread("transport trainer")
             self._ends.append(thread.close)
-            self._client = self._book.client = thread.run(
-                make_client(thread, [*schemas, *parents], wire, settings, client)
-            )
             if not isinstance(rings, FoundRings):
                 rings = open_rings("rings:" if rings is None else rings)
                 self._ends.append(rings.close)
+            client = msgspec.structs.replace(client, directory=client.directory or rings.places.directory)
+            self._client = self._book.client = thread.run(
+                make_client(thread, [*schemas, *parents], wire, settings, client)
+            )
             self._ends.append(partial(rings.disconnect, self._client))
             self.rings = rings.connect(thread, self._client, schemas)
             self.rings.expected = self._expected
@@ -197,7 +198,7 @@ class Trainer:
             if (exporter := configured_exporter(operator)) is not None:
                 self._ends.append(exporter.close)
                 exporter.add_packer(self._name, self.statistics)
-                exporter.add_queue(FoundRings.__name__, self.rings)
+                exporter.add_queue(repr(self.rings.places), self.rings)
             self.metrics_port = None if exporter is None else exporter.port
             self._ends.append(self._close_steps)
             undo.pop_all()
