@@ -70,7 +70,7 @@ def rollout(folder: Path, name: str) -> None:
         BlockingClient(schemas=[WEIGHTS]) as client,
         Rollout(SCHEMA, run, name=name, slots=10 * SAMPLES, mode="thread", drain_s=0) as writer,
     ):
-        while not stopped.wait(0):
+        while not stopped.is_set():
             if taker.follow(run, client, topic=name, wait_s=0.0 if count else 0.5):
                 model.load_state_dict({name: torch.tensor(each) for name, each in worker.weights.items()})
             if taker.version < 0:

@@ -40,7 +40,7 @@ def play(number: int, port: int, rings: str | None, episodes: int, drain_s: floa
         for episode in range(episodes):
             length = int(rng.integers(1, 4097))
             payload = {"tokens": np.full(length, episode, np.int32), "log_probabilities": np.zeros(length, np.float32)}
-            while not stopped.wait(0):
+            while not stopped.is_set():
                 try:  # waits while 64 payloads are unread, but not for ever: a trainer may be gone
                     rollout.write(payload, metadata={"rollout": number, "episode": episode}, timeout_s=1.0)
                     break
@@ -62,7 +62,7 @@ def train(rings: str, rollouts: int, episodes: int) -> None:
     with until_stopped() as stopped, Trainer(SCHEMA, rings, expected_rollouts=rollouts) as trainer:
 
         def gives_up() -> bool:
-            return time.monotonic() - news > (LAST_S if stopped.wait(0) else BAD_NEWS_S)
+            return time.monotonic() - news > (LAST_S if stopped.is_set() else BAD_NEWS_S)
 
         print(f"waiting for {rollouts} rollouts of {trainer.rings!r}", flush=True)
         for batch in trainer.batches(BATCH, stopping=gives_up):

@@ -53,7 +53,7 @@ def trainer(plan: JobPlan, stopped: Stopped) -> None:
     """Consume until told to end."""
     ready = False
     with Trainer(SCHEMA, plan.queue, wire={"tcp"}) as worker:
-        while not stopped.wait(0.0):
+        while not stopped.is_set():
             try:
                 batch = worker.take(BATCH, 0.1)
             except TransportError:

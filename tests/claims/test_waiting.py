@@ -157,7 +157,7 @@ def test_a_place_that_does_not_answer_is_named() -> None:
         assert str(port) in reason_of(queue, Why.UNREACHABLE).text
 
 
-def test_a_stopped_trainer_that_holds_everything_is_named_at_once_and_one_that_was_killed_holds_nothing(
+def test_a_stopped_trainer_that_holds_everything_is_named_at_once_and_one_that_was_killed_as_dead(
     prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRANSPORT_WIRES", "mapped")
@@ -174,7 +174,8 @@ def test_a_stopped_trainer_that_holds_everything_is_named_at_once_and_one_that_w
             finally:
                 os.kill(trainer.process.pid, signal.SIGKILL)
             trainer.process.wait()
-            assert queue.holders() == []
+            assert [(each.pid, each.dead) for each in queue.holders()] == [(trainer.process.pid, True)]
+            assert queue.why_nothing() is None  # whoever claims next has what it held
 
 
 def test_a_ring_of_another_host_that_names_loopback_is_not_looked_for_here(

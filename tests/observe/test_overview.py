@@ -181,6 +181,16 @@ def test_the_view_fits_the_columns_of_the_terminal_and_the_key_q_ends_it(columns
         os.close(terminal)
 
 
+def test_the_rings_of_a_run_are_shown_and_those_of_no_other(capsys: pytest.CaptureFixture[str]) -> None:
+    with (
+        SharedRingBuffer.create(slots=1, slot_bytes=8, prefix="top-run-") as ring,
+        SharedRingBuffer.create(slots=1, slot_bytes=8, prefix="top-other-"),
+    ):
+        assert run(["top", "rings:top-run-", "--once", "--json", "-"]) == 0
+        assert [view["name"] for view in json.loads(capsys.readouterr().out)["rings"]] == [ring.name]
+    assert run(["top", "rings:top-run-", "--once"]) == 1
+
+
 def test_a_segment_that_is_not_there_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["top", "transport-test-that-never-was", "--once"]) == 1
     said = capsys.readouterr()

@@ -56,7 +56,7 @@ written = 0
 schema = Schema.of(obs=("float32", UpTo(16), 2))
 with until_stopped() as stopped, Rollout(schema, slots=4, mode="thread", drain_s=600) as rollout:
     print(rollout.ring.name, flush=True)
-    while not stopped.wait(0):
+    while not stopped.is_set():
         rollout.write_to_buffer({"obs": np.ones((3, 2), np.float32)})
         written += 1
 print("written", written, flush=True)

@@ -247,14 +247,14 @@ def test_a_file_of_another_user_is_refused_and_left_as_it_is() -> None:
 import os, sys
 from pathlib import Path
 from ring_files import SCHEMA, payload
-from transport import Rollout, SharedRingBuffer
+from transport import RingOptions, Rollout, SharedRingBuffer
 from transport.errors import SharedMemoryError
 theirs, own = map(Path, sys.argv[1:])
 values = payload(1)
 os.setgroups([]), os.setgid(65534), os.setuid(65534)
-for make in (Rollout, SharedRingBuffer.create):
+for options in ({"ring": RingOptions(file=theirs)}, {"file": theirs}):
     try:
-        make(SCHEMA, slots=4, file=theirs)
+        (Rollout if "ring" in options else SharedRingBuffer.create)(SCHEMA, slots=4, **options)
     except SharedMemoryError as error:
         print(error, flush=True)
 with SharedRingBuffer.create(SCHEMA, slots=4, file=own) as ring:

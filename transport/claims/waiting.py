@@ -63,6 +63,7 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
         silent_s: seconds since its last sign of life.
         left_s: seconds until its claims end unless it is heard; None: they last as long as it lives.
         suspended: by a signal, as the kernel says.
+        dead: whoever claims next has what it held.
     """
 
     ring: str
@@ -72,9 +73,12 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
     silent_s: float
     left_s: float | None
     suspended: bool = False
+    dead: bool = False
 
     def __str__(self) -> str:
         """As `transport queue` and the log show it."""
+        if self.dead:
+            return f"process {self.pid} is dead; who claims next has its {self.payloads} of ring {self.ring[:8]}"
         who = f"process {self.pid}" if not self.port else f"a trainer at port {self.port} (listener {self.pid})"
         if self.suspended:
             who = f"{who}, which is stopped (SIGCONT lets it go on),"
@@ -322,9 +326,9 @@ def holders_of(ring: SharedRingBuffer, rank: int | None = None) -> list[Holder]:
     now = time.monotonic_ns()
     found = []
     for owner in native.owners():
-        if owner.index not in held or not owner.alive:  # whoever claims next has what a dead process held
+        if owner.index not in held:
             continue
-        leased = owner.lease_ns > 0 and not owner.port
+        leased = owner.lease_ns > 0 and not owner.port and owner.alive
         silent_s = max(0, now - owner.heard_ns) / 1e9 if leased else 0.0
         found.append(
             Holder(
@@ -334,7 +338,8 @@ def holders_of(ring: SharedRingBuffer, rank: int | None = None) -> list[Holder]:
                 payloads=held[owner.index],
                 silent_s=silent_s,
                 left_s=owner.lease_ns / 1e9 - silent_s if leased else None,
-                suspended=suspended(owner.pid),
+                suspended=owner.alive and suspended(owner.pid),
+                dead=not owner.alive,
             )
         )
     return found

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
-from transport.cli.output import JsonTarget, count, emit
+from transport.cli.output import JsonTarget, emit
 from transport.errors import RingNotFoundError, UsageError
 from transport.storage.urls import SQLiteURL, has_scheme, parse_url
 
@@ -44,7 +45,7 @@ def queue(
         ),
     ],
     rank: Annotated[int | None, typer.Option(min=0, max=15, help="Count this rank only. Default: all ranks.")] = None,
-    limit: Annotated[int, typer.Option(min=1, help="How many failed deliveries to list.")] = 20,
+    limit: Annotated[int, typer.Option(min=1, help="How many failed deliveries to count, or list as JSON.")] = 1000,
     json_target: JsonTarget = None,
 ) -> None:
     """Show the depth of a run's rings, and the payloads that were discarded or died, with reasons."""
@@ -105,10 +106,8 @@ def _text(report: Report) -> str:
     lines += [str(each) for each in report.holders]
     if report.nothing:
         lines.append(f"nothing can be claimed: {report.nothing}")
-    for each in report.failures:
-        by = f" by {each.consumer}" if each.consumer else ""
-        tries = count(each.attempts, "claim")
-        lines.append(f"{each.state:9} {each.ticket_id} rank {each.rank}, {tries}{by}: {each.reason}")
+    kinds = Counter((each.state, each.reason, each.rank) for each in report.failures)
+    lines += [f"{number} {state}, of rank {rank}: {reason}" for (state, reason, rank), number in kinds.items()]
     if depth.discarded + depth.dead > len(report.failures):
-        lines.append("older failures are not listed; raise --limit, up to what the rings remember")
+        lines.append(f"these are the last {len(report.failures)}; --limit says how many, up to what the rings remember")
     return "\n".join(lines)

@@ -91,10 +91,11 @@ def reclaim(
     delete it yourself when you do not need its payloads.
     """
     from transport import _ring
+    from transport.observe import overview
 
     if names:
         of_ucx = [name for name in names if name.startswith(_OF_UCX)]
-        chosen = [segment for name in names if name not in of_ucx for segment in _named(name)]
+        chosen = overview.named([name for name in names if name not in of_ucx])
     else:
         of_ucx, chosen = [f"{_OF_UCX}*"], _ring.segments()
     found = [seen for name in chosen if (seen := _look(name)) is not None]
@@ -107,19 +108,11 @@ def reclaim(
     freed = sum(segment.bytes for segment in removed if not segment.file)
     report = Report(segments=segments, removed=len(removed), bytes_freed=freed)
     total = f"{report.removed} of {count(len(segments), 'segment')} removed, {shown(report.bytes_freed)} freed"
+    if dry_run:
+        dead = [segment for segment in segments if segment.dead]
+        size = shown(sum(segment.bytes for segment in dead if not segment.file))
+        total = f"{len(dead)} of {count(len(segments), 'segment')} would be removed, {size} freed"
     emit(report, "\n".join([*map(str, segments), total]), json_target)
-
-
-def _named(name: str) -> list[str]:
-    """Return the segments that an argument means; of a run, its notices as well."""
-    from transport.claims.notices import notices_here
-    from transport.claims.places import OnThisHost
-    from transport.observe import overview
-
-    if not name.startswith("rings:"):
-        return overview.named([name])
-    with contextlib.closing(OnThisHost(name.removeprefix("rings:") or None)) as places:
-        return [*places.segments(), *notices_here(places.prefix)]
 
 
 def _look(name: str) -> tuple[Segment, int] | None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from transport.cli.output import JsonTarget, count, emit, few, shown
-from transport.errors import UsageError
+from transport.errors import RingNotFoundError, UsageError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from transport.observe.overview import Rates, RingView, Snapshot
 
-EXAMPLE = "Example: transport top --once --json -"
+EXAMPLE = "Example: transport top rings:run-7- --once"
 
 _BEGINNING: Final = "/transport-"  # of every segment
 _NAME_WIDTH: Final = 24  # of the name that a ring gets by itself
@@ -29,7 +29,10 @@ _UNLIMITED: Final = 10_000
 
 def top(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="[SEGMENT]…", help="Rings to show. Default: all of this host.")
+        list[str] | None,
+        typer.Argument(
+            metavar="[SEGMENT|rings:NAME]…", help="Rings to show, or those of a run. Default: all of this host."
+        ),
     ] = None,
     once: Annotated[bool, typer.Option("--once", help="Print one snapshot instead of a live view.")] = False,
     interval: Annotated[
@@ -52,6 +55,8 @@ def top(
     if not once and not sys.stdout.isatty():
         raise UsageError("the live view needs a terminal; add --once")
     chosen = overview.named(names) if names else None
+    if chosen == []:
+        raise RingNotFoundError(f"no ring of {', '.join(names or ())} on this host; `transport top --once` lists all")
     if once:
         before = overview.look(chosen)
         if json_target != "-" and before.rings:

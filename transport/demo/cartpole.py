@@ -152,7 +152,7 @@ def rollout(rings: str, number: int, options: Options) -> None:
             episode = play(environment, policy, rng)
             written = False
             while not written:
-                if stopped.wait(0) or not job_runs():
+                if stopped.is_set() or not job_runs():
                     to.close()  # at once: nobody waits for what is unread
                     return
                 try:  # waits while the ring is full, so that no episode is played by a policy that is too old
@@ -201,7 +201,7 @@ def train(rings: str, rank: int, options: Options, shown: Callable[[Report], Non
 def read_along(rings: str, rank: int, options: Options, answer: Any) -> None:
     """Be a trainer of a further rank, which reads every episode as well, in a process of its own."""
     with until_stopped() as stopped:
-        answer.send(train(rings, rank, options, lambda _: None, lambda: stopped.wait(0) or not job_runs()))
+        answer.send(train(rings, rank, options, lambda _: None, lambda: stopped.is_set() or not job_runs()))
 
 
 # --- the whole job --------------------------------------------------------------------------------------

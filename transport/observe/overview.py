@@ -5,6 +5,7 @@ Looking takes no owner place and changes nothing. `look` is one moment; `rates` 
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Final
 import msgspec
 
 from transport import _ring as _native
+from transport.claims.notices import notices_here
+from transport.claims.places import OnThisHost
 from transport.claims.waiting import Holder, holders_of
 from transport.client import status_socket
 from transport.errors import RingError, RingNotFoundError
@@ -82,10 +85,15 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
 def named(names: Sequence[str]) -> list[str]:
     """Segments as the system names them. Raises RingNotFoundError for one that is not on this host.
 
-    A ring may be named as it was when it was created, without "transport-".
+    A ring may be named as it was when it was created, without "transport-"; "rings:NAME" means those of a run, which
+    may be none, and its notices.
     """
     found = []
     for name in (each.lstrip("/") for each in names):
+        if name.startswith("rings:"):
+            with contextlib.closing(OnThisHost(name.removeprefix("rings:") or None)) as places:
+                found += [*places.segments(), *notices_here(places.prefix)]
+            continue
         segment = next((each for each in (name, f"transport-{name}") if (_SHARED_MEMORY / each).exists()), None)
         if segment is None:
             raise RingNotFoundError(f"no ring segment /{name} on this host; `transport top --once` lists the segments")

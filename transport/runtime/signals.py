@@ -26,6 +26,10 @@ class Stopped:
         self.starting = starting
         self.by: signal.Signals | None = None
 
+    def is_set(self) -> bool:
+        """Tell whether a stop was requested."""
+        return self.wait(0)
+
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait for a stop request; False after ``timeout_s``."""
         return bool(select.select([self._reading], [], [], timeout_s)[0])
