@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -62,11 +63,12 @@ def size(
     if batch is not None and groups is not None:
         raise UsageError("give either --batch N or --groups N")
     largest = Schema.from_json(schema.read_bytes()).max_bytes if schema is not None else parse_size(slot_bytes or "")
+    trained = groups * samples if groups is not None else batch or _BATCH
     result = sized(
         largest,
         rate=rate,
         held_s=held,
-        batch=groups * samples if groups is not None else batch or _BATCH,
+        batch=trained,
         stall_s=stall,
         rings=rings,
         mean_bytes=parse_size(mean) if mean is not None else 0,
@@ -79,6 +81,8 @@ def size(
         "one's ticket and claims, and 0.4 MiB for the ring\n"
         f"host       {count(rings, 'ring')}, {result.host_bytes / 2**20:.0f} MiB with a fifth in reserve: "
         f"--shm-size={(result.host_bytes + (1 << 20) - 1) >> 20}m\n"
+        f"age        payloads wait up to {math.ceil(result.slots / trained)} batches or steps: where "
+        "max_age is less, give fewer slots\n"
         f"traffic    {result.bytes_per_s / 1e6:.1f} MB/s leave the host\n"
         f"check      transport doctor --ring {result.host_bytes}"
     )
