@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import eventually
 from redis_server import needs_redis
-from two_hosts import INTERFACE, NOBODY, Host, two_hosts, why_not
+from two_hosts import INTERFACE, NOBODY, Host, redis_at, two_hosts, why_not
 
 pytestmark = [
     pytest.mark.ucx,
@@ -24,7 +23,6 @@ pytestmark = [
 ]
 
 PAYLOADS = 6
-REDIS_PORT = 16379
 
 # Publishes, serves until it is told to stop, and says what its tickets advertise.
 WRITER = """
@@ -113,22 +111,8 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Host, Host
 @pytest.fixture
 def queue(hosts: tuple[Host, Host], tmp_path: Path) -> Iterator[str]:
     """A Redis server on the writer's host, as both reach it."""
-    host = hosts[0]
-    options = {"bind": host.address, "port": str(REDIS_PORT), "protected-mode": "no", "save": "", "dir": str(tmp_path)}
-    options["appendonly"] = "yes"
-    command = host.command("redis-server", *(word for name, value in options.items() for word in (f"--{name}", value)))
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
-        try:
-            ask = host.command("redis-cli", "-h", host.address, "-p", str(REDIS_PORT), "ping")
-            eventually(lambda: server.poll() is not None or answers(ask), "redis-server answers")
-            assert server.poll() is None, "redis-server did not start"
-            yield f"rings+redis://{host.address}:{REDIS_PORT}/0?run=two-hosts"
-        finally:
-            server.kill()
-
-
-def answers(ask: list[str]) -> bool:
-    return subprocess.run(ask, capture_output=True).stdout == b"PONG\n"
+    with redis_at(hosts[0], tmp_path) as address:
+        yield f"rings+redis://{address}/0?run=two-hosts"
 
 
 def reported(line: str) -> dict[str, Any]:

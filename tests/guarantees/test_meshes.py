@@ -10,9 +10,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from found_rings import ring_of
 from helpers import eventually
-from mesh_run import MeshRun
+from mesh_run import MeshRun, ThisHost, mesh_run
+from redis_server import needs_redis
+from two_hosts import redis_at, two_hosts, why_not
 
 from transport import Schema, Trainer, UpTo
 from transport.store.open import open_store
@@ -23,32 +24,67 @@ pytestmark = [pytest.mark.ucx, pytest.mark.slow]
 SCHEMA = Schema.of(tokens=("int32", UpTo(4096)))
 
 
-def killed(
-    folder: Path, wire: str, *, seed: int, kills: int, of_all: int, groups: int, planner_alone: bool = False
-) -> None:
-    """Have a mesh of 2 x 2 learn from three rings, and compare what its ranks have learned with what was written."""
-    prefix = f"mesh-{secrets.token_hex(4)}-"
-    with ExitStack() as stack:
-        names = [f"{prefix}{number}" for number in range(3)]
-        rings = [stack.enter_context(ring_of(name, schema=SCHEMA, slot_bytes=None, slots=64)) for name in names]
-        run = MeshRun(prefix, rings, folder, 2, 2, groups=6, wire=wire)
-        stack.callback(run.stop)
-        run.feed(groups)
-        store = stack.enter_context(open_store(f"sqlite:///{folder}/steps.db"))
+def killed(folder: Path, wires: str, *, seed: int, kills: int, of_all: int, planner_alone: bool = False) -> None:
+    """Have a mesh of 2 x 2 on this host learn from three rings while its ranks are killed."""
+    rings, url = f"rings:mesh-{secrets.token_hex(4)}-", f"sqlite:///{folder}/steps.db"
+    with mesh_run([ThisHost()], rings, url, folder, wires=wires) as run, open_store(url) as store:
         records = StepRecords(store, "trainer", 4, 5, 1.0)  # no rank's
         victim = records.planner if planner_alone else lambda: None
-        run.run(random.Random(seed), kills, 600, all_at_once=of_all, victim=victim)
-        run.check(groups, tp=2)
-        assert [ring.native.unread for ring in rings] == [0, 0, 0]
+        run.outlive(random.Random(seed), kills, all_at_once=of_all, victim=victim)
+        run.end()
 
 
-@pytest.mark.parametrize("wire", ["mapped", "tcp"])
-def test_ranks_that_are_killed_at_any_moment_learn_every_group_once(tmp_path: Path, wire: str) -> None:
-    killed(tmp_path, wire, seed=1, kills=4, of_all=1, groups=40)
+@pytest.mark.parametrize("wires", ["mapped", "tcp"])
+def test_ranks_that_are_killed_at_any_moment_learn_every_group_once(tmp_path: Path, wires: str) -> None:
+    killed(tmp_path, wires, seed=1, kills=4, of_all=1)
 
 
 def test_another_rank_plans_on_when_the_one_that_plans_is_killed(tmp_path: Path) -> None:
-    killed(tmp_path, "mapped", seed=2, kills=3, of_all=0, groups=40, planner_alone=True)
+    killed(tmp_path, "mapped", seed=2, kills=3, of_all=0, planner_alone=True)
+
+
+OF_PLANNER = ["before plan", "behind plan", "seen consumed", "before forget", "behind forget"]
+"""Points of the planner alone: behind "seen consumed" it consumes at the rings; before "forget" they have answered."""
+POINTS = [
+    *OF_PLANNER,
+    "reading",
+    *("before read vote", "behind read vote"),
+    *("before go", "behind go"),
+    *("before checkpoint", "behind checkpoint"),
+    *("before learned vote", "behind learned vote"),
+    *("before consumed", "behind consumed"),
+]
+
+
+def kill_at(run: MeshRun, point: str, victims: str, chances: random.Random) -> None:
+    """Kill the planner, another rank, or all, while one of them stands at this point."""
+    halted = run.halt("planner" if point in OF_PLANNER else "any" if victims == "all" else victims, point)
+    killed = [*range(4)] if victims == "all" else [halted]
+    if victims == "other" and point in OF_PLANNER:
+        killed = [chances.choice([rank for rank in range(4) if rank != halted])]
+    for rank in killed:
+        run.kill(rank)
+    for rank in killed:
+        run.start(rank)
+    if halted not in killed:  # the one that was killed comes back while the planner stands at this point
+        eventually(lambda: all(map(run.is_back, killed)), "those that were killed are back")
+        run.go_on(halted)
+
+
+@needs_redis
+@pytest.mark.skipif(bool(why_not()), reason=f"two hosts are not tested: {why_not()}")
+@pytest.mark.nightly(keep=1)
+@pytest.mark.parametrize("victims", ["planner", "other", "all"])
+@pytest.mark.parametrize("wires", ["mapped,tcp", "tcp"])
+@pytest.mark.timeout(900)
+def test_ranks_on_two_hosts_that_are_killed_at_each_point_of_a_step(tmp_path: Path, wires: str, victims: str) -> None:
+    with two_hosts(tmp_path) as hosts, ExitStack() as stack:
+        kept = [stack.enter_context(host.kept()) for host in hosts]
+        url = f"redis://{stack.enter_context(redis_at(kept[0], tmp_path))}/0?run=mesh"
+        run = stack.enter_context(mesh_run(kept, f"rings+{url}", url, tmp_path, wires=wires))
+        for point in POINTS:
+            kill_at(run, point, victims, random.Random(point))
+        run.end()
 
 
 WRITER = """
@@ -100,7 +136,7 @@ def test_the_group_of_a_killed_rollout_is_given_up_by_name_or_completed(comes_ba
 
 @pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("wire", ["mapped", "tcp"])
+@pytest.mark.parametrize("wires", ["mapped", "tcp"])
 @pytest.mark.timeout(900)
-def test_a_mesh_outlives_kills_by_the_hundred(tmp_path: Path, wire: str, seed: int) -> None:
-    killed(tmp_path, wire, seed=100 + seed, kills=50, of_all=5, groups=400)
+def test_a_mesh_outlives_kills_by_the_hundred(tmp_path: Path, wires: str, seed: int) -> None:
+    killed(tmp_path, wires, seed=100 + seed, kills=50, of_all=5)

@@ -2,147 +2,202 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import random
+import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Final, Protocol
 
-import numpy as np
+from helpers import eventually
+from mesh_rollout import SAMPLES
 
-from transport import SharedRingBuffer
-from transport.group import in_group
+RANK: Final = Path(__file__).with_name("mesh_rank.py")
+ROLLOUT: Final = Path(__file__).with_name("mesh_rollout.py")
+DP, TP, RINGS, GROUPS, EVERY = 2, 2, 3, 6, 3  # of a step; steps between checkpoints
 
-RANK = Path(__file__).with_name("mesh_rank.py")
-OF = 4
+
+class Place(Protocol):
+    """A host of ranks and rollouts."""
+
+    address: str
+
+    def command(self, *words: str) -> list[str]: ...
+
+
+class ThisHost:
+    """The host of the tests themselves."""
+
+    address = "127.0.0.1"
+
+    def command(self, *words: str) -> list[str]:
+        return list(words)
 
 
 class MeshRun:
-    """Ranks as processes, and the rings that they train on.
+    """A mesh of 2 x 2 ranks, and the three rings on which they train. Made by `mesh_run`.
 
     Args:
-        rings: of this process, whose samples `feed` divides over them.
+        places: of ranks and rings, in turn.
+        rings, store: texts of the rings and of the mesh's records.
         folder: of the ranks' checkpoints and logs.
     """
 
-    def __init__(
-        self, prefix: str, rings: Sequence[SharedRingBuffer], folder: Path, dp: int, tp: int, *, groups: int, wire: str
-    ) -> None:
-        self._rings = rings
+    def __init__(self, places: Sequence[Place], rings: str, store: str, folder: Path, *, wires: str) -> None:
         self._folder = folder
-        self._ranks = dp * tp
-        store = f"sqlite:///{folder}/steps.db"
-        self._command = [
-            [
-                sys.executable,
-                "-P",
-                str(RANK),
-                prefix,
-                store,
-                str(dp),
-                str(tp),
-                str(rank),
-                str(folder),
-                str(groups),
-                "3",
-                wire,
-            ]
-            for rank in range(self._ranks)
+        shares = [places[rank * len(places) // (DP * TP)] for rank in range(DP * TP)]
+        self._commands = [
+            place.command(
+                *(sys.executable, "-P", str(RANK), rings, store),
+                *map(str, (DP, TP, rank, folder, GROUPS, EVERY)),
+                wires,
+            )
+            for rank, place in enumerate(shares)
         ]
-        self._running: dict[int, subprocess.Popen[bytes]] = {}
-        self._feeder: threading.Thread | None = None
-        self.kills = 0
+        self.running: dict[int, subprocess.Popen[bytes]] = {}
+        self._rollouts = [
+            subprocess.Popen(
+                place.command(sys.executable, "-P", str(ROLLOUT), rings, place.address, str(number), str(RINGS)),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
+            for number, place in enumerate(places[number % len(places)] for number in range(RINGS))
+        ]
 
-    def feed(self, count: int) -> None:
-        """Write so many groups in a thread, each into several rings, and then say the end."""
-
-        def write() -> None:
-            for number in range(count):
-                for sample in range(OF):
-                    ring = self._rings[(number + sample) % len(self._rings)]
-                    fields = {"tokens": np.full(8 + number % 50, number, np.int32)}
-                    ring.write(fields, metadata=in_group(None, f"p{number}", OF, 8 + number % 50), timeout_s=120)
-            for ring in self._rings:
-                ring.end_data()
-
-        self._feeder = threading.Thread(target=write)
-        self._feeder.start()
+    def begin(self) -> None:
+        """Start every rank, once the rings are there."""
+        for each in self._rollouts:
+            assert each.stdout is not None and each.stdout.readline() == b"open\n"
+        for rank in range(DP * TP):
+            self.start(rank)
 
     def start(self, rank: int) -> None:
         """Start a rank, whose output goes to a file."""
         with (self._folder / f"{rank}.log").open("ab") as out:
-            self._running[rank] = subprocess.Popen(self._command[rank], stdout=out, stderr=out)
+            self.running[rank] = subprocess.Popen(self._commands[rank], stdout=out, stderr=out)
 
-    def run(
+    def kill(self, rank: int) -> None:
+        """Kill a rank."""
+        self.running[rank].kill()
+        self.running[rank].wait()
+
+    # --- kills at any moment ---------------------------------------------------------------------------
+    def outlive(
         self,
         chances: random.Random,
         kills: int,
-        within_s: float,
         *,
         all_at_once: int = 0,
         victim: Callable[[], int | None] = lambda: None,
     ) -> None:
-        """Have the ranks learn until the data has ended; meanwhile one after the other is killed and started again.
+        """Kill one rank after the other while they learn, and start it again.
 
         all_at_once: how many of the kills are of all ranks.
         victim: says which rank is killed; None: any.
         """
-        for rank in range(self._ranks):
-            self.start(rank)
-        give_up = time.monotonic() + within_s
         every = set(chances.sample(range(kills), all_at_once))
-        while self._running:
-            assert time.monotonic() < give_up, f"no end after {within_s} s: {self.notes(partly=True)}"
-            if self.kills < kills:
-                time.sleep(chances.uniform(0.05, 1.0))  # the moment of a kill is any
-                left = list(self._running)
-                chosen = victim()
-                one = [chosen if chosen in self._running else chances.choice(left)]
-                for rank in left if self.kills in every else one:
-                    self._running[rank].kill()
-                    self._running[rank].wait()
-                    self.start(rank)
-                self.kills += 1
-            else:
-                time.sleep(0.1)
-            for rank, process in list(self._running.items()):
-                if (status := process.poll()) is not None:
-                    assert status == 0, (self._folder / f"{rank}.log").read_text()[-3000:]
-                    del self._running[rank]
-        assert self._feeder is not None
-        self._feeder.join(30)
+        for kill in range(kills):
+            time.sleep(chances.uniform(0.05, 1.0))  # the moment of a kill is any
+            self.look()
+            chosen = victim()
+            one = [chosen if chosen is not None and chosen < DP * TP else chances.choice(list(self.running))]
+            for rank in list(self.running) if kill in every else one:
+                self.kill(rank)
+                self.start(rank)
 
-    def stop(self) -> None:
-        """Kill what still runs."""
-        for process in self._running.values():
-            process.kill()
-            process.wait()
+    # --- kills at a point ------------------------------------------------------------------------------
+    def halt(self, role: str, point: str) -> int:
+        """Have the first rank of this role that comes to the point stop there; returns which it is."""
+        asked = self._folder / "halt"
+        asked.with_suffix(".new").write_text(f"{role} {point}")
+        asked.with_suffix(".new").rename(asked)
+        found: list[Path] = []
 
-    def notes(self, *, partly: bool = False) -> list[list[tuple[int, list[str], list[int], int]]]:
-        """What each rank has learned: of each step its number, its groups, the samples of this rank."""
-        found = []
-        for rank in range(self._ranks):
-            place = self._folder / f"{rank}.json"
-            if partly and not place.exists():
-                found.append([])
-                continue
-            read = json.loads(place.read_text())
-            assert read["over"] or partly, f"rank {rank} has not seen the end"
-            found.append(read["steps"])
-        return found
+        def halted() -> list[Path]:
+            self.look()
+            found[:] = self._folder.glob("halted-*")
+            return found
 
-    def check(self, count: int, tp: int) -> None:
-        """Each group is in each rank's weights once, all ranks have the same steps, replicas divide the samples."""
-        notes = self.notes()
-        steps = [[(number, groups, micro) for number, groups, _, micro in rank] for rank in notes]
+        eventually(halted, f"a rank that is {role} comes to {point!r}")
+        [said] = found
+        said.unlink()
+        rank = int(said.name.rpartition("-")[2])
+        os.waitid(os.P_PID, self.running[rank].pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+        return rank
+
+    def go_on(self, rank: int) -> None:
+        """Let a rank that has halted go on."""
+        self.running[rank].send_signal(signal.SIGCONT)
+
+    def is_back(self, rank: int) -> bool:
+        """Whether a rank that was started has begun with its steps."""
+        self.look()
+        return (self._folder / f"begun-{rank}-{self.running[rank].pid}").exists()
+
+    # --- the end -----------------------------------------------------------------------------------------
+    def look(self) -> None:
+        """Take leave of ranks that have ended; AssertionError where one failed."""
+        for rank, process in list(self.running.items()):
+            if (status := process.poll()) is not None:
+                assert status == 0, (self._folder / f"{rank}.log").read_text()[-3000:]
+                del self.running[rank]
+
+    def _told(self, words: str) -> list[int]:
+        """Tell the rollouts something, and return the number that each says then."""
+        for each in self._rollouts:
+            assert each.stdin is not None
+            each.stdin.write(f"{words}\n".encode())
+            each.stdin.flush()
+        return [int(each.stdout.readline()) for each in self._rollouts if each.stdout is not None]
+
+    def end(self, within_s: float = 300.0) -> None:
+        """End the data, and look at what the ranks have learned.
+
+        Each group is in each rank's weights once, all ranks have the same steps, replicas divide the samples, and the
+        rings have nothing left.
+        """
+        count = max(self._told("pause"))
+        give_up = time.monotonic() + within_s
+        for each in self._rollouts:
+            assert each.stdin is not None
+            each.stdin.write(f"{count}\n".encode())
+            each.stdin.flush()
+        while self.running:
+            assert time.monotonic() < give_up, f"no end after {within_s} s"
+            self.look()
+            time.sleep(0.05)
+        notes = [json.loads((self._folder / f"{rank}.json").read_text()) for rank in range(DP * TP)]
+        assert all(rank["over"] for rank in notes)
+        of = [rank["steps"] for rank in notes]
+        steps = [[(number, groups, micro) for number, groups, _, micro in rank] for rank in of]
         assert all(each == steps[0] for each in steps), "ranks differ in their steps"
         groups = Counter(name for _, names, _ in steps[0] for name in names)
         assert groups == Counter(f"p{number}" for number in range(count))
-        for replica in range(0, len(notes), tp):
-            assert all(rank == notes[replica] for rank in notes[replica : replica + tp])
-        samples = Counter(value for rank in notes[::tp] for _, _, values, _ in rank for value in values)
-        assert samples == Counter(dict.fromkeys(range(count), OF))
+        for replica in range(0, len(of), TP):
+            assert all(rank == of[replica] for rank in of[replica : replica + TP])
+        samples = Counter(value for rank in of[::TP] for _, _, values, _ in rank for value in values)
+        assert samples == Counter(dict.fromkeys(range(count), SAMPLES))
+        assert self._told("bye") == [0] * RINGS
+
+    def stop(self) -> None:
+        """Kill what still runs."""
+        for process in [*self.running.values(), *self._rollouts]:
+            process.kill()
+            process.communicate()
+
+
+@contextlib.contextmanager
+def mesh_run(places: Sequence[Place], rings: str, store: str, folder: Path, *, wires: str) -> Iterator[MeshRun]:
+    """Start rollouts and ranks, and kill at the end what is left of them."""
+    run = MeshRun(places, rings, store, folder, wires=wires)
+    try:
+        run.begin()
+        yield run
+    finally:
+        run.stop()

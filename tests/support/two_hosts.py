@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from helpers import Child
+from helpers import Child, eventually
 from links import INTERFACE, address_of, namespaces, refusal
 
-__all__ = ["INTERFACE", "NOBODY", "Host", "two_hosts", "why_not"]
+__all__ = ["INTERFACE", "NOBODY", "Host", "redis_at", "two_hosts", "why_not"]
 
 NOBODY = address_of(98)  # an address of their network that neither has
+_REDIS_PORT = 16379
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _ROOT = Path(__file__).resolve().parents[2]
 _OWN_MOUNTS = ["unshare", "--mount", "--propagation", "private"]  # which end with its last process
@@ -38,10 +40,34 @@ class Host:
         own = [] if self._identity is None else [*_OWN_MOUNTS, "sh", "-c", _ENTER, "sh", str(self._identity)]
         return ["ip", "netns", "exec", self.name, *own, *words]
 
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[KeptHost]:
+        """The host with one /dev/shm for all of its processes, until the block ends."""
+        with subprocess.Popen(
+            self.command("sh", "-c", "echo kept && exec cat"), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as keeper:
+            assert keeper.stdout is not None and keeper.stdout.readline() == b"kept\n"
+            try:
+                yield KeptHost(keeper.pid, self.address)
+            finally:
+                keeper.kill()
+
     def python(self, code: str, *arguments: object) -> Child:
         """A Python process there, that reports by lines."""
         path = os.pathsep.join([str(_ROOT), str(_ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
         return Child(code, *arguments, env={"PYTHONPATH": path}, host=self)
+
+
+class KeptHost:
+    """A host whose first process lasts, and with it the memory that its processes share."""
+
+    def __init__(self, keeper: int, address: str) -> None:
+        self._keeper = keeper
+        self.address = address
+
+    def command(self, *words: str) -> list[str]:
+        """The command that runs ``words`` there, as the process that it begins with."""
+        return ["nsenter", "--target", str(self._keeper), "--mount", "--net", *words]
 
 
 def why_not() -> str:
@@ -62,3 +88,22 @@ def two_hosts(folder: Path, *, one_machine: bool = False, ipv6: bool = False) ->
             identity.write_text(f"{uuid.uuid4()}\n")
             hosts.append(Host(name, address_of(number, ipv6=ipv6), None if one_machine else identity))
         yield hosts[0], hosts[1]
+
+
+@contextlib.contextmanager
+def redis_at(host: Host | KeptHost, folder: Path) -> Iterator[str]:
+    """A Redis server on a host, as ``host:port`` by which both reach it."""
+    options = {"bind": host.address, "port": str(_REDIS_PORT), "protected-mode": "no", "save": "", "dir": str(folder)}
+    options["appendonly"] = "yes"
+    command = host.command("redis-server", *(word for name, value in options.items() for word in (f"--{name}", value)))
+    ask = host.command("redis-cli", "-h", host.address, "-p", str(_REDIS_PORT), "ping")
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        try:
+            eventually(
+                lambda: server.poll() is not None or subprocess.run(ask, capture_output=True).stdout == b"PONG\n",
+                "redis-server answers",
+            )
+            assert server.poll() is None, "redis-server did not start"
+            yield f"[{host.address}]:{_REDIS_PORT}" if ":" in host.address else f"{host.address}:{_REDIS_PORT}"
+        finally:
+            server.kill()
