@@ -8,7 +8,18 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transport.group import GROUP, GROUP_END, MAX_NAME_BYTES, ended_group, group_of, in_group, users_own
+from transport.group import (
+    GROUP,
+    GROUP_END,
+    MAX_NAME_BYTES,
+    end_of,
+    ended_group,
+    group_of,
+    in_group,
+    returned,
+    returned_group,
+    users_own,
+)
 from transport.ticket import NO_SCHEMA, Ticket
 
 names = st.text(st.characters(codec="utf-8"), min_size=1, max_size=60).filter(
@@ -48,11 +59,11 @@ def test_a_group_comes_back_as_it_was_given(metadata: dict[str, Any], name: str,
         assert came.ends_group is None
 
 
-@given(users, names)
-def test_the_end_of_a_group_comes_back(metadata: dict[str, Any], name: str) -> None:
-    said = {**metadata, GROUP_END: name}
+@given(users, names, counts, st.none() | st.integers(0, 2**63 - 1))
+def test_the_end_of_a_group_comes_back(metadata: dict[str, Any], name: str, of: Any, written: Any) -> None:
+    said = {**metadata, **end_of(name, of, written)}
     came = Ticket.decode(ticket_with(said, size=0).encode())
-    assert (came.ends_group, came.group, came.users_metadata) == (name, None, metadata)
+    assert (came.ends_group, came.group, came.users_metadata) == ((name, of, written), None, metadata)
     assert ticket_with(said).ends_group is None  # a payload ends no group
 
 
@@ -62,7 +73,7 @@ def test_what_a_strange_writer_says_is_a_group_with_its_limits_or_none(metadata:
     group, ended = group_of(encoded), ended_group(encoded)
     if group is not None:
         assert in_group(None, *group) == {GROUP: [*group]} and list(encoded[GROUP]) == [*group]
-    assert ended is None or (ended == encoded[GROUP_END] and in_group(None, ended))
+    assert ended is None or (list(encoded[GROUP_END]) == [*ended] and end_of(*ended) == {GROUP_END: [*ended]})
     assert set(users_own(encoded)) <= {"mine"}
 
 
@@ -70,3 +81,9 @@ def test_without_a_group_metadata_stays_as_it_is() -> None:
     given = {"reward": 1.0}
     assert in_group(given, None) is given and in_group(None, None) is None
     assert group_of(given) is None and ended_group(given) is None
+
+
+@given(names, st.text())
+def test_a_returned_group_is_known_by_why_its_samples_were_discarded(name: str, other: str) -> None:
+    assert returned_group(returned(name)) == name and len(returned(name).encode()) <= 160  # bytes of a reason in a ring
+    assert returned_group(f"group {other}") is None

@@ -16,8 +16,9 @@ from transport.errors import UsageError
 
 OWN: Final = "transport."  # how the transport's names in metadata begin; users are not shown these
 GROUP: Final = "transport.group"  # [name, of, tokens], numbers or None
-GROUP_END: Final = "transport.group_end"  # the name; of a slot without fields
-MAX_NAME_BYTES: Final = 200
+GROUP_END: Final = "transport.group_end"  # [name, of, written], numbers or None; of a slot without fields
+MAX_NAME_BYTES: Final = 128
+_RETURNED: Final = "returned to its rollout: "  # with a name no longer than a reason in a ring may be
 _LIMIT: Final = 1 << 63
 
 
@@ -35,6 +36,20 @@ class GroupOf(NamedTuple):
     tokens: int | None
 
 
+class EndOf(NamedTuple):
+    """The end of a group.
+
+    Attributes:
+        name: of the group.
+        of: how many samples it has in all rings; None: as many as come.
+        written: how many samples its writer has written before; None: not known.
+    """
+
+    name: str
+    of: int | None
+    written: int | None
+
+
 def in_group(
     metadata: Mapping[str, Any] | None, group: str | None, of: int | None = None, tokens: int | None = None
 ) -> Mapping[str, Any] | None:
@@ -45,6 +60,21 @@ def in_group(
         return metadata
     entry = [checked_name(group), _number(of, 1, "of"), _number(tokens, 0, "tokens")]
     return {**(metadata or {}), GROUP: entry}
+
+
+def end_of(group: str, of: int | None = None, written: int | None = None) -> Mapping[str, Any]:
+    """Return the metadata that says the end of a group. UsageError: it makes no sense."""
+    return {GROUP_END: [checked_name(group), _number(of, 1, "of"), written]}
+
+
+def returned(group: str) -> str:
+    """Return why a sample was discarded, where its rollout is to make the group again."""
+    return f"{_RETURNED}{group}"
+
+
+def returned_group(why: str) -> str | None:
+    """Return the group that its rollout is to make again, by why a sample was discarded; None: it is not returned."""
+    return why.removeprefix(_RETURNED) if why.startswith(_RETURNED) else None
 
 
 def checked_name(name: object) -> str:
@@ -62,10 +92,12 @@ def group_of(metadata: Mapping[str, Any]) -> GroupOf | None:
     return None
 
 
-def ended_group(metadata: Mapping[str, Any]) -> str | None:
-    """Return the name of the group whose end a ticket's metadata says."""
-    name = metadata.get(GROUP_END)
-    return name if _is_name(name) else None
+def ended_group(metadata: Mapping[str, Any]) -> EndOf | None:
+    """Return the end of a group that a ticket's metadata says; None: it says none, or not as `end_of` does."""
+    match metadata.get(GROUP_END):
+        case [name, of, written] if _is_name(name) and _counts(of, 1) and _counts(written, 0):
+            return EndOf(name, of, written)
+    return None
 
 
 def users_own(metadata: Mapping[str, Any]) -> dict[str, Any]:

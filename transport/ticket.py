@@ -27,7 +27,7 @@ import numpy as np
 
 from transport import _ring
 from transport.errors import RankError, SchemaError, TicketError
-from transport.group import GroupOf, ended_group, group_of, users_own
+from transport.group import EndOf, GroupOf, ended_group, group_of, users_own
 from transport.schema import MAX_BYTES, MAX_TENSORS, NOTHING, Layout, Placement, Schema
 
 VERSION: Final = 1
@@ -158,7 +158,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return group_of(self.metadata)
 
     @property
-    def ends_group(self) -> str | None:
+    def ends_group(self) -> EndOf | None:
         """The group whose end this slot without fields says; None: it is a payload."""
         return ended_group(self.metadata) if self.bare else None
 

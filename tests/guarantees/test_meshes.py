@@ -113,6 +113,7 @@ def test_the_group_of_a_killed_rollout_is_given_up_by_name_or_completed(comes_ba
         return process
 
     def dropped(group: Group, why: str) -> None:
+        assert why == "incomplete"
         given_up.append((group.name, len(group)))
 
     with ExitStack() as stack:

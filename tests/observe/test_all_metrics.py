@@ -16,7 +16,15 @@ from helpers import Child, dead_port, eventually, settings_with
 from transport import BlockingClient, Schema, SharedRingBuffer, Trainer, UCXXServer
 from transport.claims.open import given_rings
 from transport.errors import RetriesExhaustedError, RingFullError, StaleSlotError, TransportError
-from transport.observe.metrics import FAMILIES, client_samples, packer_samples, queue_samples, ring_samples
+from transport.group import in_group
+from transport.observe.metrics import (
+    FAMILIES,
+    client_samples,
+    packer_samples,
+    queue_samples,
+    ring_samples,
+    trainer_samples,
+)
 from transport.packer.consumed_record import ConsumedRecord
 from transport.training.batch import Batch
 
@@ -248,8 +256,44 @@ def of_a_trainer_and_its_rings() -> None:
             del held
 
 
+def of_steps() -> None:
+    schema = Schema.of(x=("int64", 4))
+    with (
+        SharedRingBuffer.create(schema, slots=64) as ring,
+        given_rings(ring) as rings,
+        Trainer(schema, rings, wire={"mapped"}, max_age=4) as trainer,
+    ):
+        trainer.version = 10
+        for kind, groups, samples, of, version in (
+            *(("surplus", 1, 6, 2, 7), ("whole", 2, 2, 2, 7), ("open", 8, 1, 2, 7)),
+            *(("stale", 5, 1, 1, 1), ("refused", 6, 1, 1, 7)),
+        ):
+            for number in range(groups):
+                for _ in range(samples):
+                    said = in_group(None, f"{kind} {number}", of)
+                    ring.write({"x": np.arange(4)}, metadata=said, policy_version=version)
+        steps = iter(trainer.steps(1, choose=lambda group: not group.name.startswith("refused")))
+        for _ in range(2):
+            next(steps).consume()
+        eventually(lambda: trainer.statistics().groups["planned"] == 3, "the last one is read ahead")
+        statistics = trainer.statistics()
+        assert statistics.waited_s > 0.0
+        check(
+            seen(trainer_samples("trainer", statistics), 1),
+            {
+                "transport_trainer_wait_seconds_total": statistics.waited_s,
+                "transport_trainer_steps_total": {"given": 2, "void": 0},
+                "transport_trainer_policy_lag": 3,
+                "transport_trainer_groups_total": {"planned": 3, "stale": 5, "not chosen": 6, "incomplete": 0},
+                "transport_trainer_open_groups": 8,
+                "transport_trainer_surplus_samples_total": 4,
+            },
+        )
+
+
 def test_every_family_counts_what_was_done() -> None:
     of_a_ring()
     of_a_client()
     of_a_trainer_and_its_rings()
+    of_steps()
     assert FAMILIES.keys() == CHECKED

@@ -234,9 +234,16 @@ def test_mixins_and_trainers_answer_where_the_operator_says(monkeypatch: pytest.
             taken = trainer.take(1, 30.0)
             assert taken is not None and trainer.metrics_port
             taken.consume()
+            worker.write_to_buffer(values)
             seen = scrape(trainer.metrics_port)
             assert value(seen, "transport_packer_payloads_total", client="trainer 0", outcome="consumed") == 1
             assert value(seen, "transport_queue_finished_total", outcome="done") == 2
+            assert value(seen, "transport_trainer_wait_seconds_total", client="trainer 0") > 0.0
+            step = next(iter(trainer.steps(1)))
+            seen = scrape(trainer.metrics_port)
+            assert value(seen, "transport_trainer_groups_total", client="trainer 0", outcome="planned") == 1
+            assert value(seen, "transport_trainer_steps_total", client="trainer 0", outcome="given") == 1
+            step.consume()
     finally:
         packer.cleanup_ucxx_packer()
         worker.cleanup_ucxx()

@@ -59,7 +59,7 @@ def test_a_sample_names_its_group_in_its_ticket(worker: Worker) -> None:
     assert [each.group for each in two] == [("p2", 2, 5), ("p2", 2, 7)]
     assert [each.users_metadata for each in two] == [{"at": 0}, {}]
     end = worker.end_group("p1")
-    assert (end.ends_group, end.group, end.size, end.fields(SCHEMA)) == ("p1", None, 0, ())
+    assert (end.ends_group, end.group, end.size, end.fields(SCHEMA)) == (("p1", None, 1), None, 0, ())
     assert worker.ring.tickets() == [one, *two, end]
 
 
@@ -102,7 +102,7 @@ def test_the_end_of_a_group_waits_for_a_slot_as_a_write_does() -> None:
         with pytest.raises(RingFullError):
             worker.end_group("p", timeout_s=0.0)
         consumed(worker.ring, 1)
-        assert worker.end_group("p").ends_group == "p"
+        assert worker.end_group("p").ends_group == ("p", None, 1)
     finally:
         worker.cleanup_ucxx()
 

@@ -31,12 +31,18 @@ def test_samples_of_unfinished_groups_stay_in_their_slots() -> None:
     assert more.in_use - one.in_use == 32 * 8
 
 
+def test_what_a_rollout_may_be_ahead_bounds_what_waits() -> None:
+    sizing = sized(1 << 10, rate=10.0, held_s=1.0, batch=64, stall_s=30.0, ahead=3)
+    assert (sizing.slots, round(sizing.steps, 1)) == (10 + 4 * 64, 4.2)
+
+
 def test_a_ring_that_does_nothing_still_has_two_slots() -> None:
     assert sized(1, rate=0, held_s=0, batch=0, stall_s=0).slots == 2
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"slot_bytes": 0}, {"rate": -1.0}, {"rings": 0}, {"rate": 1e9}, {"samples": 0}, {"unfinished": -1}]
+    "wrong",
+    [{"slot_bytes": 0}, {"rate": -1.0}, {"rings": 0}, {"rate": 1e9}, {"samples": 0}, {"unfinished": -1}, {"ahead": -1}],
 )
 def test_what_makes_no_sense_is_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(UsageError):

@@ -146,7 +146,7 @@ def test_groups_and_their_ends_come_back(prefix: str, place: Path, schema: Schem
     with SharedRingBuffer.create(schema, slots=4, slot_bytes=4096, prefix=prefix) as ring:
         sample, end = restore(str(place), None, ring).tickets
         assert (sample.group, sample.ends_group) == (("p", 2, 17), None)
-        assert (end.group, end.ends_group, end.layout(ring.schema).placements) == (None, "p", ())
+        assert (end.group, end.ends_group, end.layout(ring.schema).placements) == (None, ("p", None, 1), ())
         assert sample.users_metadata == {"number": 3}
 
 

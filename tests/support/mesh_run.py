@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final, Protocol
 
-from helpers import eventually
 from mesh_rollout import SAMPLES
 
 RANK: Final = Path(__file__).with_name("mesh_rank.py")
 ROLLOUT: Final = Path(__file__).with_name("mesh_rollout.py")
+_HALTS_S: Final = 300.0  # until a rank comes to a point, on a busy machine
 DP, TP, RINGS, GROUPS, EVERY = 2, 2, 3, 6, 3  # of a step; steps between checkpoints
 
 
@@ -124,7 +124,10 @@ class MeshRun:
             found[:] = self._folder.glob("halted-*")
             return found
 
-        eventually(halted, f"a rank that is {role} comes to {point!r}")
+        give_up = time.monotonic() + _HALTS_S
+        while not halted():
+            assert time.monotonic() < give_up, f"no rank that is {role} comes to {point!r}"
+            time.sleep(0.005)
         [said] = found
         said.unlink()
         rank = int(said.name.rpartition("-")[2])
@@ -184,6 +187,8 @@ class MeshRun:
         samples = Counter(value for rank in of[::TP] for _, _, values, _ in rank for value in values)
         assert samples == Counter(dict.fromkeys(range(count), SAMPLES))
         assert self._told("bye") == [0] * RINGS
+        for each in self._rollouts:
+            each.communicate(timeout=60)
 
     def stop(self) -> None:
         """Kill what still runs."""

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from transport.group import EndOf
 from transport.training.assembling import SETTLE_S, Arrival, Assembly
 
 
@@ -27,11 +28,13 @@ def test_a_group_is_complete_when_as_many_samples_have_come_as_it_is_of() -> Non
     assert [len(group) for group in made.complete] == [2] and not made.open
 
 
-def test_a_name_that_comes_again_after_its_group_was_complete_is_another_group() -> None:
+def test_a_complete_group_takes_no_more_samples_until_its_name_is_free() -> None:
     made = assembly()
-    for number in range(6):
-        made.add(sample(number, of=3), 0.0)
-    assert [len(group) for group in made.complete] == [3, 3]
+    assert [made.add(sample(number, of=3), 0.0) for number in range(4)] == [True, True, True, False]
+    made.pick(1)
+    assert not made.add(sample(4, of=3), 0.0)
+    made.free(["g"])
+    assert made.add(sample(5, of=3), 0.0) and [len(group) for group in made.open] == [1]
 
 
 def test_a_sample_without_a_group_is_one_by_itself() -> None:
@@ -44,7 +47,7 @@ def test_a_sample_without_a_group_is_one_by_itself() -> None:
 def test_an_ended_group_is_complete_with_what_there_is_when_others_have_had_time_to_come() -> None:
     made = assembly()
     made.add(sample(1, of=8), 0.0)
-    made.end("g", ("e", 0, 1), 1.0)
+    made.end(EndOf("g", None, None), ("e", 0, 1), "e", 1.0)
     made.turn(1.0 + SETTLE_S / 2, False, None)
     made.add(sample(2, of=8), 1.0 + SETTLE_S / 2)  # of another ring, written before the end
     made.turn(1.0 + SETTLE_S, False, None)
@@ -53,9 +56,30 @@ def test_an_ended_group_is_complete_with_what_there_is_when_others_have_had_time
     assert [len(group) for group in made.complete] == [2]
 
 
+def test_an_ended_group_waits_for_all_that_its_writer_wrote() -> None:
+    made = assembly()
+    made.add(sample(0), 0.0)
+    made.end(EndOf("g", None, 2), ("e", 0, 1), sample(0).origin[0], 0.0)
+    made.turn(10.0 * SETTLE_S, False, None)
+    assert not made.complete
+    made.add(sample(3), 10.0 * SETTLE_S)  # of the same ring
+    made.turn(11.0 * SETTLE_S, False, None)
+    assert [len(group) for group in made.complete] == [2]
+
+
+def test_an_end_says_of_how_many_samples_of_all_rings_the_group_is() -> None:
+    made = assembly()
+    made.add(sample(0), 0.0)
+    made.end(EndOf("g", 2, 1), ("e", 0, 1), sample(0).origin[0], 0.0)
+    made.turn(10.0 * SETTLE_S, False, None)
+    assert not made.complete
+    made.add(sample(1), 10.0 * SETTLE_S)  # of another ring
+    assert [len(group) for group in made.complete] == [2]
+
+
 def test_an_end_of_a_group_without_samples_leaves_nothing() -> None:
     made = assembly()
-    made.end("g", ("e", 0, 1), 0.0)
+    made.end(EndOf("g", None, None), ("e", 0, 1), "e", 0.0)
     [given_up] = made.turn(10.0, False, None)
     assert given_up.group.deliveries == [("e", 0, 1)] and not made.complete and not made.open
 
@@ -78,7 +102,7 @@ def test_a_group_with_a_sample_that_is_too_old_is_stale() -> None:
     made.add(sample(2, "old", 2, version=9), 0.0)
     made.add(sample(3, "new", 1, version=9), 0.0)
     made.add(sample(4, "ageless", 1), 0.0)
-    assert [(each.group.name, each.why) for each in made.turn(0.0, False, 5)] == [("old", "stale")]
+    assert [(each.group.name, each.reason) for each in made.turn(0.0, False, 5)] == [("old", "stale")]
     assert [group.name for group in made.complete] == ["new", "ageless"]
 
 
@@ -118,15 +142,15 @@ def test_no_sample_is_in_two_groups_and_none_is_forgotten(
         now += 0.5
         if what == "add":
             number += 1
-            made.add(sample(number, name, of), now)
-            inside[number] += 1
+            inside[number] += made.add(sample(number, name, of), now)
         elif what == "end" and name:
-            made.end(name, (name, len(inside), int(2 * now)), now)
+            made.end(EndOf(name, None, None), (name, len(inside), int(2 * now)), name, now)
         elif what == "lose":
             made.lose([sample(amount).delivery])
             inside.pop(amount, None)
         else:
             left = [each.group for each in made.turn(now, False, None)] if what == "turn" else made.pick(amount)
+            made.free(group.name for group in left)
             for group in left:
                 for each in group.samples:
                     inside[each.delivery[1]] -= 1

@@ -20,7 +20,7 @@ from transport.claims.outcomes import Outcomes
 from transport.claims.rings import FoundRings
 from transport.claims.waiting import Why
 from transport.errors import ClosedError, RankError
-from transport.group import GROUP_END, in_group
+from transport.group import end_of, in_group
 from transport.training.holding import Holding, _There
 from transport.training.trainer import Trainer
 
@@ -59,7 +59,7 @@ def write(ring: SharedRingBuffer, count: int, version: int | None = None) -> Non
 
 def test_samples_are_tickets_and_what_rings_say_of_them(ring: SharedRingBuffer, holding: Holding) -> None:
     write(ring, 3, version=7)
-    ring.mark({GROUP_END: "p1"})
+    ring.mark(end_of("p1"))
     samples = held_by(holding, 4)
     written = ring.tickets()
     assert [each.ticket for each in samples] == written
@@ -67,7 +67,7 @@ def test_samples_are_tickets_and_what_rings_say_of_them(ring: SharedRingBuffer, 
     assert [each.size for each in samples] == [4, 8, 12, 0]
     assert [each.version for each in samples] == [7, 7, 7, None]
     assert [each.ticket.group for each in samples] == [("p0", 2, 1), ("p0", 2, 2), ("p1", 2, 3), None]
-    assert samples[-1].ticket.ends_group == "p1"
+    assert samples[-1].ticket.ends_group == ("p1", None, None)
     assert {(each.rank, each.attempts, each.in_vain) for each in samples} == {(0, 1, 0)}
     assert all(delivery in holding for delivery in deliveries(samples)) and len(holding) == 4
 
@@ -241,7 +241,7 @@ def test_no_byte_of_a_payload_moves_and_bytes_do_not_limit_a_take(prefix: str) -
         data = np.zeros(16 << 20, np.uint8)
         for _ in range(4):
             ring.write_raw(data)
-        ring.mark({GROUP_END: "p"})
+        ring.mark(end_of("p"))
         samples = holding.take(5, LONG_S)
         assert [each.size for each in samples] == [16 << 20] * 4 + [0]
         holding.consume(deliveries(samples))

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 from found_rings import LONG_S, ring_of
+from helpers import eventually
 
-from transport import Schema, SharedRingBuffer, UpTo
+from transport import Rollout, Schema, SharedRingBuffer, UpTo
 from transport.errors import ClosedError, ConfigurationError, RankError, UsageError
-from transport.group import GROUP_END, in_group
+from transport.group import end_of, in_group
 from transport.packer.consumed_record import ConsumedRecord
 from transport.store.memory import MemoryStore
 from transport.training.mesh import Mesh
@@ -144,7 +145,7 @@ def test_a_group_that_will_not_complete_is_dropped_or_short(
 
 def test_an_ended_group_is_trained_as_it_is(ring: SharedRingBuffer, prefix: str, wire: str) -> None:
     write(ring, "p", 1, count=2)
-    ring.mark({GROUP_END: "p"})
+    ring.mark(end_of("p"))
     with trainer_of(prefix, wire) as trainer:
         step = next(iter(trainer.steps(1)))
         assert values(step) == [1, 1]
@@ -159,8 +160,62 @@ def test_a_group_that_is_too_old_is_dropped_and_counted_or_kept(ring: SharedRing
     with trainer_of(prefix, max_age=2) as trainer:
         trainer.version = 10
         assert learned(trainer, 1, dropped=lambda group, why: dropped.append((group.name, why))) == [[2] * 4]
-        assert trainer.statistics().stale == 4
+        seen = trainer.statistics()
+        assert (seen.stale, seen.steps, seen.lag, seen.groups["stale"], seen.groups["planned"]) == (4, 1, 1.0, 1, 1)
     assert dropped == [("old", "stale")]
+
+
+def test_a_stale_group_that_is_returned_is_named_to_its_rollout(prefix: str, wire: str) -> None:
+    with (
+        Rollout(SCHEMA, f"rings:{prefix}", mode="thread", drain_s=0) as rollout,
+        trainer_of(prefix, wire, max_age=2) as trainer,
+    ):
+        trainer.version = 10
+        for group, version in [("old", 3), ("new", 9), ("older", 2)]:
+            for _ in range(2):
+                rollout.write({"tokens": [1]}, group=group, of=2, version=version)
+        step = next(iter(trainer.steps(1, stale="return")))
+        assert step.groups == ["new"]
+        came: list[str] = []
+
+        def all_came() -> bool:
+            came.extend(rollout.returned())
+            return len(came) >= 2
+
+        eventually(all_came)
+        assert came == ["old", "older"] and rollout.returned() == []
+        step.consume()
+
+
+def test_a_rollout_waits_behind_a_group_while_more_steps_than_it_is_ahead_wait(prefix: str) -> None:
+    with (
+        Rollout(SCHEMA, f"rings:{prefix}", ahead=1, mode="thread", drain_s=0) as rollout,
+        trainer_of(prefix) as trainer,
+    ):
+        for group in range(4):
+            rollout.write({"tokens": [group]}, group=f"p{group}", of=1)  # nobody plans yet
+        steps = iter(trainer.steps(1))
+        step = next(steps)
+        eventually(lambda: not rollout.wait_turn(0.0))
+        done: list[str] = []
+
+        def write() -> None:
+            for _ in range(2):
+                rollout.write({"tokens": [4]}, group="p4", of=2)
+            done.append("written")
+
+        writer = threading.Thread(target=write)
+        writer.start()
+        eventually(lambda: rollout.ring.native.unread == 6)  # it waits behind the group, not in it
+        assert not rollout.wait_turn(0.0)
+        for _ in range(3):
+            done.append("consumed")
+            step.consume()
+            step = next(steps)
+        step.consume()
+        writer.join()
+        assert done == ["consumed"] * 3 + ["written"]
+        assert rollout.wait_turn() and trainer.statistics().waited_s > 0.0
 
 
 def test_stale_groups_that_are_kept_say_their_age(ring: SharedRingBuffer, prefix: str) -> None:
@@ -187,14 +242,31 @@ def test_ages_count_from_the_version_that_learns_and_not_from_the_one_that_read_
             step.consume()
 
 
+def test_a_sample_beyond_its_groups_size_is_left_out(ring: SharedRingBuffer, prefix: str, wire: str) -> None:
+    write(ring, "p", 1, count=5)
+    write(ring, "q", 2)
+    ring.end_data()
+    with trainer_of(prefix, wire) as trainer:
+        assert sorted(learned(trainer, 1, incomplete="short")) == [[1] * 4, [2] * 4]
+        assert trainer.statistics().surplus == 1
+    assert ring.native.unread == 0
+
+
 def test_a_group_that_is_not_chosen_moves_no_bytes(ring: SharedRingBuffer, prefix: str, wire: str) -> None:
     for value, rewards in enumerate([(0.0, 1.0), (1.0, 1.0), (0.0, 1.0)]):
         for reward in rewards:
             write(ring, f"p{value}", value, of=2, count=1, metadata={"reward": reward})
     ring.end_data()
     with trainer_of(prefix, wire) as trainer:
-        found = learned(trainer, 1, choose=lambda group: len({each["reward"] for each in group.metadata}) > 1)
+        dropped: list[tuple[str, str]] = []
+        found = learned(
+            trainer,
+            1,
+            choose=lambda group: len({each["reward"] for each in group.metadata}) > 1,
+            dropped=lambda group, why: dropped.append((group.name, why)),
+        )
         assert found == [[0, 0], [2, 2]]
+        assert dropped == [("p1", "not chosen")]
         assert trainer.statistics().client.reads == 4
 
 
@@ -252,7 +324,7 @@ def test_what_is_consumed_right_before_the_close_does_not_come_again(
 
 def test_the_end_of_a_group_lasts_as_long_as_its_samples(ring: SharedRingBuffer, prefix: str, wire: str) -> None:
     write(ring, "p", 1, count=2)
-    ring.mark({GROUP_END: "p"})
+    ring.mark(end_of("p"))
     for _ in range(2):
         with trainer_of(prefix, wire) as trainer:
             assert values(next(iter(trainer.steps(1)))) == [1, 1]

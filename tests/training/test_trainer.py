@@ -16,7 +16,7 @@ from helpers import eventually
 
 from transport import Schema, SharedRingBuffer, UpTo
 from transport.errors import ClosedError, ConfigurationError, RankError, SchemaError, UsageError
-from transport.group import GROUP_END, in_group
+from transport.group import end_of, in_group
 from transport.packer.consumed_record import ConsumedRecord
 from transport.training.batch import Batch
 from transport.training.trainer import Trainer
@@ -142,9 +142,9 @@ def test_the_end_of_a_group_is_consumed_and_never_shown(
         trainer_of(prefix, wire, wanted, **shape) as trainer,
     ):
         for step in range(3):
-            ring.mark({GROUP_END: f"before {step}"})
+            ring.mark(end_of(f"before {step}"))
             write(ring, step, metadata=in_group({"at": step}, "p", 3, step))
-        ring.mark({GROUP_END: "last"})
+        ring.mark(end_of("last"))
         ring.end_data()
         seen: list[int] = []
         for batch in trainer.batches(2, fill_s=0.1):
@@ -160,7 +160,7 @@ def test_the_end_of_a_group_is_consumed_and_never_shown(
 
 def test_a_take_without_a_wait_passes_over_the_end_of_a_group(ring: SharedRingBuffer, prefix: str, wire: str) -> None:
     with trainer_of(prefix, wire) as trainer:
-        ring.mark({GROUP_END: "p"})
+        ring.mark(end_of("p"))
         write(ring, 5)
         assert steps(taken(trainer, 1)) == [5]
 

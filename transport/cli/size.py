@@ -44,6 +44,9 @@ def size(
     unfinished: Annotated[
         int, typer.Option(min=0, help="Groups that one ring has begun and not completed, at a time.")
     ] = 0,
+    ahead: Annotated[
+        int | None, typer.Option(min=0, help="Steps that may wait, as Rollout(ahead=) has it, in the place of --stall.")
+    ] = None,
     stall: Annotated[
         float, typer.Option(min=0, help="Seconds that the trainer may pause without blocking rollouts.")
     ] = 30.0,
@@ -74,6 +77,7 @@ def size(
         mean_bytes=parse_size(mean) if mean is not None else 0,
         samples=samples,
         unfinished=unfinished,
+        ahead=ahead,
     )
     text = (
         f"slots      {result.slots} of {result.slot_bytes} bytes: {result.explanation}\n"
@@ -81,7 +85,7 @@ def size(
         "one's ticket and claims, and 0.4 MiB for the ring\n"
         f"host       {count(rings, 'ring')}, {result.host_bytes / 2**20:.0f} MiB with a fifth in reserve: "
         f"--shm-size={(result.host_bytes + (1 << 20) - 1) >> 20}m\n"
-        f"age        payloads wait up to {math.ceil(result.slots / trained)} batches or steps: where "
+        f"age        payloads wait up to {math.ceil(result.steps)} batches or steps: where "
         "max_age is less, give fewer slots\n"
         f"traffic    {result.bytes_per_s / 1e6:.1f} MB/s leave the host\n"
         f"check      transport doctor --ring {result.host_bytes}"

@@ -25,7 +25,7 @@ from transport.claims.rings import FoundRings
 from transport.client.payload import ClientStatistics
 from transport.config import Configuration
 from transport.errors import BusyPortError, MissingDependencyError
-from transport.observe.statistics import PackerStatistics
+from transport.observe.statistics import PackerStatistics, TrainerStatistics
 from transport.ring.buffer import SharedRingBuffer
 from transport.runtime.error_text import encodable, error_text
 from transport.runtime.installing import install
@@ -97,6 +97,24 @@ FAMILIES: Final[dict[str, Family]] = {
     "transport_client_quarantined_ports": Family("gauge", _OF_CLIENT, "ports that are avoided after a failure"),
     "transport_packer_batches_total": Family("counter", _OF_CLIENT, "batches collected"),
     "transport_packer_payloads_total": Family("counter", (*_OF_CLIENT, "outcome"), "payloads by what became of them"),
+    "transport_trainer_wait_seconds_total": Family(
+        "counter", _OF_CLIENT, "time for which a trainer's loop has waited for batches and steps"
+    ),
+    "transport_trainer_steps_total": Family(
+        "counter",
+        (*_OF_CLIENT, "outcome"),
+        "steps: given to the loop, or void, so that their groups came again",
+    ),
+    "transport_trainer_policy_lag": Family(
+        "gauge", _OF_CLIENT, "versions by which the samples of the last step were older than the trainer's, on average"
+    ),
+    "transport_trainer_groups_total": Family(
+        "counter", (*_OF_CLIENT, "outcome"), "groups that were planned, and those that no step got, by reason"
+    ),
+    "transport_trainer_open_groups": Family("gauge", _OF_CLIENT, "groups that wait for samples"),
+    "transport_trainer_surplus_samples_total": Family(
+        "counter", _OF_CLIENT, "samples that were left out, since their groups were complete"
+    ),
     "transport_queue_deliveries": Family("gauge", (*_OF_QUEUE, "state"), "deliveries under way, by state"),
     "transport_queue_finished_total": Family("counter", (*_OF_QUEUE, "outcome"), "deliveries that ended, by how"),
     "transport_queue_retried_total": Family("counter", _OF_QUEUE, "claims given back"),
@@ -180,6 +198,19 @@ def packer_samples(name: str, seen: PackerStatistics) -> Iterator[Sample]:
     for outcome, value in outcomes.items():
         yield "transport_packer_payloads_total", (name, outcome), value
     yield from client_samples(name, seen.client)
+
+
+def trainer_samples(name: str, seen: TrainerStatistics) -> Iterator[Sample]:
+    """Samples of a trainer, its client included."""
+    yield "transport_trainer_wait_seconds_total", (name,), seen.waited_s
+    yield "transport_trainer_steps_total", (name, "given"), seen.steps
+    yield "transport_trainer_steps_total", (name, "void"), seen.void_steps
+    yield "transport_trainer_policy_lag", (name,), seen.lag
+    for outcome, value in seen.groups.items():
+        yield "transport_trainer_groups_total", (name, outcome), value
+    yield "transport_trainer_open_groups", (name,), seen.open_groups
+    yield "transport_trainer_surplus_samples_total", (name,), seen.surplus
+    yield from packer_samples(name, seen)
 
 
 def queue_samples(name: str, depth: QueueDepth, reasons: Mapping[str, int]) -> Iterator[Sample]:
@@ -355,6 +386,10 @@ class Exporter:
     def add_packer(self, name: str, statistics: Callable[[], PackerStatistics]) -> None:
         """A data packer and its client."""
         self.add(statistics, name, lambda name: packer_samples(name, statistics()))
+
+    def add_trainer(self, name: str, statistics: Callable[[], TrainerStatistics]) -> None:
+        """Add a trainer and its client."""
+        self.add(statistics, name, lambda name: trainer_samples(name, statistics()))
 
     def add_queue(self, name: str, queue: FoundRings) -> None:
         """Add the rings of a run, which are asked from a thread of their own."""

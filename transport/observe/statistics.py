@@ -18,3 +18,25 @@ class PackerStatistics(msgspec.Struct, frozen=True, kw_only=True):
     returned: int  # claims given back to the queue
     lost_claims: int  # another trainer had the claim by the time of the ack; not trained on
     client: ClientStatistics
+
+
+class TrainerStatistics(PackerStatistics, frozen=True, kw_only=True):
+    """Counters of a `Trainer` since it began.
+
+    Attributes:
+        waited_s: seconds for which it has waited for batches and steps.
+        steps: that its loop was given.
+        void_steps: that were planned and given up; their groups came again.
+        lag: versions by which the samples of its last step were older than `Trainer.version`, on average.
+        groups: what has become of them: planned, and dropped by reason. On the rank that plans.
+        open_groups: that wait for samples. On the rank that plans.
+        surplus: samples that were left out, since their groups were complete.
+    """
+
+    waited_s: float
+    steps: int
+    void_steps: int
+    lag: float
+    groups: dict[str, int]
+    open_groups: int
+    surplus: int

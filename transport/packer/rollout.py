@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
 
+from transport.claims.lead import Lead
 from transport.claims.open import open_rings
 from transport.claims.places import OnThisHost
 from transport.claims.rings import FoundRings
@@ -28,7 +29,7 @@ from transport.errors import (
     StopRequestedError,
     UsageError,
 )
-from transport.group import GROUP_END, checked_name, in_group
+from transport.group import end_of, in_group, returned_group
 from transport.observe.metrics import Exporter, configured_exporter
 from transport.packer.options import RingOptions, ServerOptions
 from transport.packer.with_block import WithBlock, ends_normally
@@ -37,7 +38,7 @@ from transport.ring.states import RingStatistics
 from transport.ring.writes import Batch as PlannedWrite
 from transport.ring.writes import Tickets, metadata_of
 from transport.runtime import arguments, hurry, spans
-from transport.runtime.arguments import seconds
+from transport.runtime.arguments import at_least, seconds
 from transport.schema import Schema
 from transport.server.server import UCXXServer
 from transport.settings import Settings
@@ -53,6 +54,7 @@ T = TypeVar("T")
 
 _RING, _SERVER = RingOptions(), ServerOptions()  # what setup_ucxx() takes where nothing is said
 _LOOK_S = 0.5  # for a request to stop, while a write waits
+_GROUPS = 4096
 _DRAIN_S, _DRAIN_TOLD_S = 30.0, 2.0
 
 
@@ -64,9 +66,12 @@ class UCXXRolloutMixin(WithBlock):
 
     _ucxx_ring: SharedRingBuffer | None = None
     _ucxx_opened: FoundRings | None = None  # by text
+    _ucxx_lead: Lead | None = None
     _ucxx_server: UCXXServer | None = None
     _ucxx_announcement: Announcement | None = None
     _ucxx_exporter: Exporter | None = None
+    _ucxx_groups: dict[str, int]  # samples that were written of groups that are not complete by them
+    _ucxx_seen: set[tuple[int, int]]  # readers and publications of samples whose ends `returned` has seen
     _ucxx_ends = True  # whether the end of the ring is that of its data, or an exception's
     _ucxx_told_s: float | None = None  # how long a drain goes on once a signal ends the program; None: all of it
 
@@ -78,6 +83,7 @@ class UCXXRolloutMixin(WithBlock):
         slots: int = 64,
         name: str | None = None,
         readers: int = 1,
+        ahead: int | None = None,
         mode: Literal["process", "thread"] = "process",
         ring: RingOptions = _RING,
         server: ServerOptions = _SERVER,
@@ -93,6 +99,9 @@ class UCXXRolloutMixin(WithBlock):
             rings: of the run that this ring belongs to, as text (``"rings:NAME"``, ``"rings+redis://…"``) or as
                 `open_rings` gave them; None: those of this host whose trainers were given none either.
             readers: how many ranks read each payload; with ``RingOptions(consumers=…)`` all of theirs.
+            ahead: how many training steps may wait in the rings when this rollout begins a group: behind the last
+                sample of one, `write` waits until there are no more, so that what is sampled next is trained on before
+                it is too old. Of a run with a directory, or of this host; None: no limit.
             mode: of the server, see `UCXXServer`.
             ring, server: further choices, for example ``server=ServerOptions(ports=(7001, 7002))``.
             settings: the default of this and of the server's addresses, wires and secret is the operator's
@@ -104,6 +113,7 @@ class UCXXRolloutMixin(WithBlock):
         Where it raises, nothing is set up, and a ring that it had taken over keeps its unread payloads: call it again.
         """
         readers = index(readers)
+        ahead = None if ahead is None else at_least(0, ahead, "ahead")
         self._ucxx_ends = False  # another ring follows
         self.cleanup_ucxx()
         self._ucxx_ends = True
@@ -111,6 +121,8 @@ class UCXXRolloutMixin(WithBlock):
         settings = operator.settings if settings is None else settings
         if server.linger_s is not None:
             settings = msgspec.structs.replace(settings, linger_s=server.linger_s)
+        if rings is None and ahead is not None:
+            rings = "rings:"
         run = self._ucxx_opened = open_rings(rings) if isinstance(rings, str) else None
         if not isinstance(rings, str):
             run = rings
@@ -150,6 +162,10 @@ class UCXXRolloutMixin(WithBlock):
                 self._ucxx_exporter.add_ring(made)
             if run is not None:
                 run.hand_out(made)
+            if run is not None and ahead is not None:
+                self._ucxx_lead = Lead(run, ahead, readers)
+            self._ucxx_groups = {}
+            self._ucxx_seen = set()
             self._ucxx_ring = made
         except BaseException:
             try:
@@ -176,6 +192,7 @@ class UCXXRolloutMixin(WithBlock):
         announcement, self._ucxx_announcement = self._ucxx_announcement, None
         exporter, self._ucxx_exporter = self._ucxx_exporter, None
         opened, self._ucxx_opened = self._ucxx_opened, None
+        self._ucxx_lead = None
         begun = time.monotonic()
         give_up_at = begun + drain_s
         # the ring is closed even if the server fails to stop
@@ -249,10 +266,15 @@ class UCXXRolloutMixin(WithBlock):
                 timeout_s,
             )
 
+        give_up = None if timeout_s is None else time.monotonic() + timeout_s
         if spans.tracer() is None:
-            return write(metadata)
-        with spans.span("transport.write", "PRODUCER", payloads=1) as of_write:
-            return _carrying(of_write, [metadata], lambda each: write(*each))
+            ticket = write(metadata)
+        else:
+            with spans.span("transport.write", "PRODUCER", payloads=1) as of_write:
+                ticket = _carrying(of_write, [metadata], lambda each: write(*each))
+        self._count_group(group, of, 1)
+        self._wait_behind(group, give_up)
+        return ticket
 
     def write_many_to_buffer(
         self,
@@ -290,15 +312,67 @@ class UCXXRolloutMixin(WithBlock):
             def write_some() -> None:
                 self._written(batch.write, None if timeout_s is None else max(give_up - time.monotonic(), 0.0))
 
-            return batch.write_all(write_some)
+            try:
+                tickets = batch.write_all(write_some)
+            finally:
+                self._count_group(group, of, len(batch.published))
+        self._wait_behind(group, give_up)
+        return tickets
 
-    def end_group(self, group: str, *, timeout_s: float | None = None) -> Ticket:
+    def _count_group(self, group: str | None, of: int | None, count: int) -> None:
+        """Count samples of a group, until it has them all; of those that others complete the last ones are kept."""
+        if group is None:
+            return
+        count += self._ucxx_groups.pop(group, 0)
+        if of is None or count < of:
+            self._ucxx_groups[group] = count
+            if len(self._ucxx_groups) > _GROUPS:
+                del self._ucxx_groups[next(iter(self._ucxx_groups))]
+
+    def end_group(self, group: str, *, of: int | None = None, timeout_s: float | None = None) -> Ticket:
         """Say that no more samples of this group come: for a group that was written without ``of``, or stays short.
 
         It takes a slot, and waits for one as a write does. Trainers that take batches never see it.
+
+        Args:
+            of: how many samples the group has, where several rollouts have written some; None: a trainer waits for
+                those of this rollout, and a second for others.
         """
-        ring, says = self.ring, {GROUP_END: checked_name(group)}
-        return self._written(lambda timeout_s: ring.mark(says, timeout_s=timeout_s), timeout_s)
+        ring, says = self.ring, end_of(group, of, self._ucxx_groups.get(group))
+        ticket = self._written(lambda timeout_s: ring.mark(says, timeout_s=timeout_s), timeout_s)
+        self._ucxx_groups.pop(group, None)
+        self._wait_behind(group, None if timeout_s is None else time.monotonic())
+        return ticket
+
+    def wait_turn(self, timeout_s: float | None = None) -> bool:
+        """Wait until at most ``ahead`` training steps wait in the rings: what is sampled now is trained on in time.
+
+        `write` does so behind the last sample of each group. Call it before sampling where several samples are made at
+        a time, or where several rollouts write a group.
+
+        Returns:
+            False: the time is over, or a signal has asked the program to stop.
+        """
+        seconds(timeout_s, "timeout_s of wait_turn()")
+        return self._ucxx_lead is None or self._ucxx_lead.wait(timeout_s)
+
+    def _wait_behind(self, group: str | None, give_up: float | None) -> None:
+        """Wait for the next turn, unless more samples of this group come."""
+        if self._ucxx_lead is not None and (group is None or group not in self._ucxx_groups):
+            self.wait_turn(None if give_up is None else max(0.0, give_up - time.monotonic()))
+
+    def returned(self) -> list[str]:
+        """Return the groups that a trainer has returned since the last call: too old, to be made again.
+
+        With ``Trainer.steps(stale="return")``. Each rollout that has written samples of such a group is told. A ring
+        remembers its last 256 samples that were not trained on: ask once for each group that is written. A rollout that
+        takes its ring over is told again.
+        """
+        ends = sorted(self.ring.native.failures(), key=lambda end: end[-1])
+        found = {(rank, sequence): returned_group(reason) for _, _, rank, *_, reason, _, sequence in ends}
+        new = [name for end, name in found.items() if end not in self._ucxx_seen]
+        self._ucxx_seen = set(found)
+        return list(dict.fromkeys(filter(None, new)))
 
     def _written(self, write: Callable[[float], T], timeout_s: float | None) -> T:
         """What ``write`` gives, which is called again while the ring is full, and until the time is over."""
@@ -384,6 +458,7 @@ class Rollout(UCXXRolloutMixin):
         slots: int = 64,
         name: str | None = None,
         readers: int = 1,
+        ahead: int | None = None,
         mode: Literal["process", "thread"] = "process",
         ring: RingOptions = _RING,
         server: ServerOptions = _SERVER,
@@ -400,6 +475,7 @@ class Rollout(UCXXRolloutMixin):
             name=name,
             rings=rings,
             readers=readers,
+            ahead=ahead,
             mode=mode,
             ring=ring,
             server=server,
@@ -423,8 +499,8 @@ class Rollout(UCXXRolloutMixin):
         Args:
             fields: of the schema, by name; without a schema any, described by the ticket.
             version: of the policy that made the payload; trainers discard what is older than their ``max_age``.
-            group: which the payload is a sample of, such as its prompt: a name of at most 200 bytes. Its samples may
-                lie in several rings.
+            group: which the payload is a sample of, such as its prompt: a name of at most 128 bytes, that no other
+                group has. Its samples may lie in several rings.
             of: how many samples the group has; None: `end_group` says when there are no more.
             tokens: the sample's weight when micro-batches are balanced; None: its bytes.
             metadata: small values that travel with the ticket.

@@ -30,6 +30,8 @@ class Sizing(msgspec.Struct, frozen=True, kw_only=True):
         host_bytes: of all rings of the host, with a fifth in reserve.
         bytes_per_s: that leave the host.
         in_use: slots in use on average.
+        steps: of the trainer that wait where every slot is full: what is written then is trained on so many versions
+            later, where each step makes a version.
         explanation: how the number of slots comes about.
     """
 
@@ -39,6 +41,7 @@ class Sizing(msgspec.Struct, frozen=True, kw_only=True):
     host_bytes: int
     bytes_per_s: float
     in_use: float
+    steps: float
     explanation: str
 
 
@@ -53,6 +56,7 @@ def sized(
     mean_bytes: int = 0,
     samples: int = 1,
     unfinished: int = 0,
+    ahead: int | None = None,
 ) -> Sizing:
     """The ring for payloads of at most ``slot_bytes``.
 
@@ -65,15 +69,19 @@ def sized(
         mean_bytes: of a payload; 0: the largest.
         samples: of a group.
         unfinished: groups whose samples one ring has before they are complete, at a time.
+        ahead: steps that may wait, of `Rollout`: more are not written, in a stall of the trainers either.
 
     Raises:
         UsageError: a number is out of range, or the ring exceeds the maximum size.
     """
     if min(slot_bytes, rings, samples) < 1 or min(batch, unfinished, rate, held_s, stall_s) < 0:
         raise UsageError("sizes and counts are at least 1, rates and times at least 0")
-    under_way, stalled = rate * held_s, rate * stall_s
+    if ahead is not None and ahead < 0:
+        raise UsageError(f"ahead={ahead}; give 0 or more")
+    under_way, stalled = rate * held_s, rate * stall_s if ahead is None else 0.0
     # a mapped reader may hold views of half of a ring before it copies
-    slots = max(2, math.ceil(under_way + stalled) + 2 * max(batch, 1) + unfinished * samples)
+    batches = 2 if ahead is None else max(2, ahead + 1)
+    slots = max(2, math.ceil(under_way + stalled) + batches * max(batch, 1) + unfinished * samples)
     if slots > MAX_SLOTS:
         raise UsageError(f"{slots} slots are more than {MAX_SLOTS}, the most a ring has; use more rings")
     ring = ring_bytes(slots, slot_bytes)
@@ -83,10 +91,15 @@ def sized(
         ring_bytes=ring,
         host_bytes=math.ceil(ring * rings * 1.2),
         bytes_per_s=rate * rings * (mean_bytes or slot_bytes),
+        steps=slots / max(batch, 1),
         in_use=under_way + batch + unfinished * samples,
         explanation=(
-            f"{under_way:.1f} on the way ({rate:g}/s × {held_s:g} s) + {stalled:.1f} during a stall of {stall_s:g} s "
-            f"+ 2 × {max(batch, 1)} of a batch and its prefetch"
+            f"{under_way:.1f} on the way ({rate:g}/s × {held_s:g} s) "
+            + (
+                f"+ {stalled:.1f} during a stall of {stall_s:g} s + 2 × {max(batch, 1)} of a batch and its prefetch"
+                if ahead is None
+                else f"+ {batches} × {max(batch, 1)} of a batch and what may wait"
+            )
             + (f" + {unfinished} × {samples} of groups that are not complete" if unfinished else "")
         ),
     )

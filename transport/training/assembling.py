@@ -1,16 +1,18 @@
 """Assembly: samples of several rings become complete groups. No I/O; the caller says what has come, and the time.
 
 open ──as many samples as `of`──────────────────────► complete ──pick──► a step
-  ├──end_group, and SETTLE_S without another one────► complete with what there is
+  ├──end_group, all that its writer wrote, and SETTLE_S without another one──► complete with what there is
   ├──timeout, or the data is over──► short, or given up
   └──a sample is too old──► stale
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, get_args
 
+from transport.group import EndOf
 from transport.runtime.decoders import hiding
 from transport.ticket import Ticket
 from transport.training.holding import Delivery
@@ -55,6 +57,7 @@ class Group(Sequence[Ticket]):
         self.since = since  # when its first sample came
         self.ended_at: float | None = None
         self.marks: list[Delivery] = []
+        self._written: dict[str, int] = {}  # by ring, as the ends say
         self.chosen = False
         self.samples: list[Arrival] = []
 
@@ -90,15 +93,36 @@ class Group(Sequence[Ticket]):
         """All that the rings have of it."""
         return [*(each.delivery for each in self.samples), *self.marks]
 
+    def ends(self, ring: str, written: int | None, now: float) -> None:
+        """Note that a ring has its end, behind so many samples."""
+        self.ended_at = now
+        self._written[ring] = written or 0
+
+    def goes_on(self) -> None:
+        """Forget its end."""
+        self.ended_at = None
+        self._written.clear()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has an end, and the samples that were written before to the same ring."""
+        came = Counter(each.origin[0] for each in self.samples)
+        return self.ended_at is not None and all(came[ring] >= count for ring, count in self._written.items())
+
     def is_older_than(self, oldest: int) -> bool:
         """Tell whether the policy of any of its samples is older."""
         return any(each.version is not None and each.version < oldest for each in self.samples)
 
 
+Reason = Literal["incomplete", "stale", "not chosen", "tail"]
+REASONS: Final[tuple[Reason, ...]] = get_args(Reason)
+
+
 class GivenUp(NamedTuple):
-    """A group that no step gets, and why."""
+    """A group that no step gets, and why: the reason in one word, and in a sentence."""
 
     group: Group
+    reason: Reason
     why: str
 
 
@@ -116,6 +140,7 @@ class Assembly:
         self._open: dict[str, Group] = {}
         self._complete: list[Group] = []
         self._known: set[Delivery] = set()
+        self._whole: set[str] = set()  # names of groups that are complete, or were taken out so
 
     def __repr__(self) -> str:
         return f"<Assembly {len(self._complete)} complete, {len(self._open)} open groups>"
@@ -130,33 +155,60 @@ class Assembly:
         """Groups that wait for samples."""
         return list(self._open.values())
 
+    @property
+    def open_count(self) -> int:
+        """How many groups wait for samples; any thread."""
+        return len(self._open)
+
     def __len__(self) -> int:
         return sum(map(len, self._open.values())) + sum(map(len, self._complete))
 
-    def add(self, sample: Arrival, now: float) -> None:
-        """Note a sample that has come; one that is there already came again, since its claim was lost for a moment."""
+    def add(self, sample: Arrival, now: float) -> bool:
+        """Note a sample that has come. False: its group is complete without it.
+
+        One that is there already came again, since its claim was lost for a moment.
+        """
         if sample.delivery in self._known:
-            return
+            return True
+        if sample.group in self._whole:
+            return False
         self._known.add(sample.delivery)
         if not sample.group:
             alone = Group("", now)
             alone.of, alone.samples = 1, [sample]
             self._complete.append(alone)
-            return
+            return True
         group = self._open.setdefault(sample.group, Group(sample.group, now))
         group.samples.append(sample)
         group.of = sample.of if group.of is None else group.of
         if group.ended_at is not None:
             group.ended_at = now
         self._settle(group)
+        return True
 
-    def end(self, name: str, mark: Delivery, now: float) -> None:
-        """Note that no more samples of a group are written, as the payload without fields at ``mark`` says."""
+    def end(self, end: EndOf, mark: Delivery, ring: str, now: float) -> None:
+        """Note that no more samples of a group are written, as the payload without fields at ``mark`` says.
+
+        Args:
+            ring: to which the mark was first written.
+        """
         if mark not in self._known:
             self._known.add(mark)
-            group = self._open.setdefault(name, Group(name, now))
-            group.ended_at = now
+            group = self._open.setdefault(end.name, Group(end.name, now))
             group.marks.append(mark)
+            if end.of is None:
+                group.ends(ring, end.written, now)
+            else:
+                group.of = end.of
+                self._settle(group)
+
+    def hold(self, names: Iterable[str]) -> None:
+        """Refuse more samples of groups that are in a step."""
+        self._whole.update(names)
+
+    def free(self, names: Iterable[str]) -> None:
+        """Take samples of these names again: what comes is of other groups, or of those again."""
+        self._whole.difference_update(names)
 
     def _settle(self, group: Group) -> None:
         if group.of is not None and len(group) >= group.of:
@@ -164,6 +216,7 @@ class Assembly:
 
     def _close(self, group: Group) -> None:
         del self._open[group.name]
+        self._whole.add(group.name)
         self._complete.append(group)
         self._complete.sort(key=lambda each: each.since)
 
@@ -177,12 +230,13 @@ class Assembly:
             group.samples = [each for each in group.samples if each.delivery not in lost]
             group.marks = [each for each in group.marks if each not in lost]
             if not group.marks:
-                group.ended_at = None
+                group.goes_on()
             if self._open.get(group.name) is group:
                 if not group.deliveries:
                     del self._open[group.name]
                 continue
             self._complete.remove(group)
+            self._whole.discard(group.name)
             if not group.deliveries:
                 continue
             other = self._open.setdefault(group.name, group)
@@ -201,12 +255,11 @@ class Assembly:
         """
         given_up: list[GivenUp] = []
         for group in list(self._open.values()):
-            if group.ended_at is not None and (over or now >= group.ended_at + SETTLE_S):
+            if group.has_ended and (over or now >= (group.ended_at or 0.0) + SETTLE_S):
                 if group.samples:
                     self._close(group)
                 else:
-                    del self._open[group.name]
-                    given_up.append(self._left(group, "it has no samples"))
+                    given_up.append(self._left(group, "incomplete", "it has no samples"))
                 continue
             late = self._timeout_s is not None and now >= group.since + self._timeout_s
             if not (over or late):
@@ -214,18 +267,23 @@ class Assembly:
             if self._short and group.samples:
                 self._close(group)
                 continue
-            del self._open[group.name]
-            why = "every rollout has ended" if over else f"none came for {now - group.since:.0f} s"
-            given_up.append(self._left(group, f"{len(group)} of {group.of or '?'} samples came, and {why}"))
+            after = "every rollout has ended" if over else f"none came for {now - group.since:.0f} s"
+            why = f"{len(group)} of {group.of or '?'} samples came, and {after}"
+            given_up.append(self._left(group, "incomplete", why))
         if oldest is not None:
-            for group in [each for each in self._complete if each.is_older_than(oldest)]:
-                self._complete.remove(group)
-                given_up.append(self._left(group, "stale"))
+            stale = [each for each in self._complete if each.is_older_than(oldest)]
+            given_up += [self._left(each, "stale", f"a sample's version is below {oldest}") for each in stale]
         return given_up
 
-    def _left(self, group: Group, why: str) -> GivenUp:
-        self._known.difference_update(group.deliveries)
-        return GivenUp(group, why)
+    def _left(self, group: Group, reason: Reason, why: str) -> GivenUp:
+        """Take a group out; its name may be that of another one."""
+        if self._open.get(group.name) is group:
+            del self._open[group.name]
+            self._known.difference_update(group.deliveries)
+        else:
+            self.leave(group)
+            self._whole.discard(group.name)
+        return GivenUp(group, reason, why)
 
     def pick(self, most: int) -> list[Group]:
         """Take the oldest complete groups, at most so many."""
@@ -235,6 +293,6 @@ class Assembly:
         return picked
 
     def leave(self, group: Group) -> None:
-        """Take a complete group out."""
+        """Take a complete group out; its name is held until it is made `free`."""
         self._complete.remove(group)
         self._known.difference_update(group.deliveries)

@@ -17,12 +17,15 @@ from typing import Final, Literal
 
 import msgspec
 
+from transport.claims.lead import LeadSaid
 from transport.errors import StoreError, TransportError
+from transport.group import returned
 from transport.packer.consumed_record import ConsumedRecord
 from transport.runtime.error_text import error_text
 from transport.runtime.logs import LOOK_S, SAY_AGAIN_S, LogLimit
 from transport.ticket import Ticket
-from transport.training.assembling import Arrival, Assembly, Group
+from transport.training.assembling import Arrival, Assembly, GivenUp, Group, Reason
+from transport.training.counts import StepCounts
 from transport.training.holding import Delivery, Holding, Sample
 from transport.training.layout import lay_out
 from transport.training.step_records import PlannedGroup, PlannedPart, PlannedStep, StepRecords
@@ -49,7 +52,7 @@ class StepTerms(msgspec.Struct, frozen=True, kw_only=True):
         choose: tells of a complete group whether it is trained on; what it refuses is consumed, and not told.
         incomplete: what becomes of a group that will not complete.
         group_timeout_s: after which an open group does not wait for more samples; None: for ever.
-        dropped: is told of each group that no step gets, and why; called in the planner's thread.
+        dropped: is told of each group that no step gets, and the reason; called in the planner's thread.
         stale: what becomes of a group with a sample that is older than the trainer's ``max_age``.
         tail: what becomes of the last groups, where they are fewer than ``groups``.
         expected_rollouts: how many rollouts have to end before the data has ended; None: those that were seen.
@@ -60,17 +63,10 @@ class StepTerms(msgspec.Struct, frozen=True, kw_only=True):
     choose: Choose | None = None
     incomplete: Literal["drop", "short"] = "drop"
     group_timeout_s: float | None = 600.0
-    dropped: Callable[[Group, str], object] | None = None
-    stale: Literal["drop", "keep"] = "drop"
+    dropped: Callable[[Group, Reason], object] | None = None
+    stale: Literal["drop", "keep", "return"] = "drop"
     tail: Literal["drop", "short"] = "short"
     expected_rollouts: int | None = None
-
-
-class GroupCounts:
-    """What has become of groups, in numbers; ``stale_samples`` are those of stale groups."""
-
-    def __init__(self) -> None:
-        self.planned = self.incomplete = self.stale = self.stale_samples = self.not_chosen = self.void_steps = 0
 
 
 class Planner:
@@ -83,6 +79,9 @@ class Planner:
         fits: raises for a ticket that the trainer cannot lay out.
         record: of what the model has learned before.
         crowded: gives sentences about rings whose slots are nearly all held.
+        lead: tells rollouts how many steps wait.
+        is_learned: tells whether the model of this rank has learned a step.
+        counts: of the trainer.
         ended: tells whether no rollout writes any more, and the rings have only what is held, so much of each.
     """
 
@@ -99,6 +98,9 @@ class Planner:
         record: ConsumedRecord,
         ended: Callable[[Mapping[str, int]], bool],
         crowded: Callable[[], Sequence[str]],
+        lead: LeadSaid,
+        is_learned: Callable[[int], bool],
+        counts: StepCounts,
     ) -> None:
         self._holding = holding
         self._records = records
@@ -110,6 +112,9 @@ class Planner:
         self._learned = record
         self._ended = ended
         self._crowded = crowded
+        self._lead = lead
+        self._is_learned = is_learned
+        self._counts = counts
         self._assembly = Assembly(timeout_s=terms.group_timeout_s, short=terms.incomplete == "short")
         self._term = 0  # of this rank as the planner; 0: another one plans
         self._renew_at = 0.0
@@ -117,13 +122,14 @@ class Planner:
         self._reserved: dict[Delivery, int] = {}  # what they have
         self._consumed: dict[int, set[Delivery]] = {}  # steps whose rings have not answered for all
         self._done: list[int] = []
+        self._names: dict[int, list[str]] = {}  # of the groups of steps, and of those refused meanwhile
         self._next = 0
         self._end: int | None = None
         self._waits_since: float | None = None
         self._said = LogLimit()
         self._stale_said = LogLimit(float("inf"))
+        self._surplus_said = LogLimit(SAY_AGAIN_S)
         self._ageless_said = LogLimit(SAY_AGAIN_S)
-        self.counts = GroupCounts()
 
     def __repr__(self) -> str:
         return f"<Planner {'leads, ' if self._term else ''}{self._assembly!r}, {len(self._steps)} steps>"
@@ -132,6 +138,11 @@ class Planner:
     def leads(self) -> bool:
         """Whether this rank plans."""
         return self._term > 0
+
+    @property
+    def open_groups(self) -> int:
+        """How many groups wait for samples."""
+        return self._assembly.open_count
 
     def turn(self) -> bool:
         """Do what is due. False: another rank plans.
@@ -169,6 +180,8 @@ class Planner:
         self._give_up(now, over)
         if self._may_plan():
             self._plan(now, over)
+        waiting = sum(not self._is_learned(number) for number in self._steps)
+        self._lead.say(waiting + len(self._assembly.complete) // self._terms.groups)
 
     def close(self, learned: Collection[int] = ()) -> None:
         """Consume what is learned, give the rest back, and let another rank plan.
@@ -181,6 +194,7 @@ class Planner:
                 if self._end is not None and self._records.everybody_has_seen(self._end):
                     for number in [*self._done, self._end]:
                         self._records.forget(number)
+                self._lead.say(0)  # nobody waits for a planner that is gone
             self._records.leave()
         finally:
             self._holding.close()
@@ -217,6 +231,7 @@ class Planner:
                 else:
                     self._end = step.number
             elif state == "consumed":
+                self._hold(step)
                 self._note_consumed(step)
             elif state == "void":
                 self._done.append(step.number)
@@ -224,8 +239,7 @@ class Planner:
                 self._records.make_void(step.number, "the mesh has another shape by now")
                 self._done.append(step.number)
             else:
-                self._steps[step.number] = step
-                self._reserved.update(dict.fromkeys(step.deliveries(), step.number))
+                self._stands(step)
         self._term = term
 
     def _stop(self) -> None:
@@ -239,6 +253,19 @@ class Planner:
         self._reserved.clear()
         self._consumed.clear()
         self._done.clear()
+        self._names.clear()
+
+    def _stands(self, step: PlannedStep) -> None:
+        """Note a step that is neither consumed nor void."""
+        self._hold(step)
+        self._steps[step.number] = step
+        self._reserved.update(dict.fromkeys(step.deliveries(), step.number))
+
+    def _hold(self, step: PlannedStep) -> None:
+        """Refuse more samples of a step's groups as long as it is not forgotten."""
+        names = [group.name for group in step.groups]
+        self._names.setdefault(step.number, []).extend(names)
+        self._assembly.hold(names)
 
     # --- steps that are planned -----------------------------------------------------------------------
     def _look_at_steps(self) -> None:
@@ -253,7 +280,8 @@ class Planner:
             if state == "consumed":
                 self._note_consumed(step)
             else:
-                self.counts.void_steps += 1
+                self._counts.void_steps += 1
+                self._assembly.free(self._names.pop(step.number, ()))
                 why, unread = self._records.void(step.number)
                 log.warning("step %d is void, and its groups come again: %s", step.number, why)
                 held = [each for each in step.deliveries() if each in self._holding]
@@ -280,7 +308,7 @@ class Planner:
         self._done.sort()
         while self._done and self._done[0] < self._next - _KEEP:
             self._records.forget(self._done[0])
-            self._done.pop(0)
+            self._assembly.free(self._names.pop(self._done.pop(0), ()))
 
     # --- samples that come ----------------------------------------------------------------------------
     def _came(self, sample: Sample, now: float) -> None:
@@ -293,7 +321,7 @@ class Planner:
                 self._holding.consume([delivery])
                 return
             if ticket.ends_group is not None:
-                self._assembly.end(ticket.ends_group, delivery, now)
+                self._assembly.end(ticket.ends_group, delivery, ticket.origin[0], now)
                 return
             self._fits(ticket)
         except TransportError as error:
@@ -303,40 +331,57 @@ class Planner:
         group = ticket.group
         tokens = sample.size if group is None or group.tokens is None else group.tokens
         name, of = ("", 1) if group is None else (group.name, group.of)
-        self._assembly.add(Arrival(delivery, name, of, tokens, sample.version, sample.note, ticket.origin), now)
+        arrival = Arrival(delivery, name, of, tokens, sample.version, sample.note, ticket.origin)
+        if not self._assembly.add(arrival, now):
+            self._say_surplus(arrival)
+            self._holding.discard([delivery], f"group {name!r} is complete without it")
+
+    def _say_surplus(self, sample: Arrival) -> None:
+        self._counts.surplus += 1
+        if self._surplus_said.due() is not None:
+            log.warning(
+                "a sample of group %r is left out: the group is complete without it. Give each group a name of its "
+                "own, and write no more samples than of= says",
+                sample.group,
+            )
 
     def _give_up(self, now: float, over: bool) -> None:
-        oldest = self._oldest() if self._terms.stale == "drop" else None
+        oldest = None if self._terms.stale == "keep" else self._oldest()
         ageless = oldest is not None and any(None in group.versions for group in self._assembly.complete)
         if ageless and self._ageless_said.due() is not None:
             log.warning("samples without a version have no age for max_age: have their rollouts write version=")
-        for group, why in self._assembly.turn(now, over, oldest):
-            if not group.samples:
-                log.info("group %r is over: %s", group.name, why)
-            elif why == "stale":
-                self.counts.stale += 1
-                self.counts.stale_samples += len(group)
-                if self._stale_said.due() is not None:
-                    log.warning(
-                        "group %r is stale and is dropped: a sample's version is below %s (max_age). What waits is "
-                        "rings x slots / samples of a step versions old: give fewer slots, or a greater max_age. This "
-                        "is said once, and counted",
-                        group.name,
-                        oldest,
-                    )
-            else:
-                self.counts.incomplete += 1
-                log.warning("group %r is given up: %s", group.name, why)
-            reason = f"a sample of its group is older than version {oldest}" if why == "stale" else f"its group: {why}"
-            self._holding.discard([each.delivery for each in group.samples], reason)
+        for given_up in self._assembly.turn(now, over, oldest):
+            group, reason, why = given_up
+            self._say_given_up(given_up)
+            returns = reason == "stale" and self._terms.stale == "return"
+            told = returned(group.name) if returns else f"its group: {why}"
+            self._holding.discard([each.delivery for each in group.samples], told)
             self._holding.consume(group.marks)
             if group.samples:
-                self._tell(group, why)
+                self._drop(group, reason)
 
-    def _tell(self, group: Group, why: str) -> None:
+    def _say_given_up(self, given_up: GivenUp) -> None:
+        group, reason, why = given_up
+        if not group.samples:
+            log.info("group %r is over: %s", group.name, why)
+        elif reason != "stale":
+            log.warning("group %r is given up: %s", group.name, why)
+        else:
+            self._counts.stale_samples += len(group)
+            if self._stale_said.due() is not None:
+                log.warning(
+                    "group %r is too old for max_age: %s. What waits is rings x slots / samples of a step versions "
+                    "old: give fewer slots, Rollout(ahead=), or a greater max_age. This is said once, and counted",
+                    group.name,
+                    why,
+                )
+
+    def _drop(self, group: Group, reason: Reason) -> None:
+        """Count a group that no step gets, and tell of it."""
+        self._counts.dropped[reason] += 1
         if self._terms.dropped is not None:
             try:
-                self._terms.dropped(group, why)
+                self._terms.dropped(group, reason)
             except Exception as error:  # whatever it is, the steps of all ranks go on
                 log.warning("dropped= failed for group %r: %s", group.name, error_text(error))
 
@@ -355,8 +400,9 @@ class Planner:
             group.chosen = True
             if self._terms.choose is not None and not self._terms.choose(group):
                 self._assembly.leave(group)
-                self.counts.not_chosen += 1
+                self._names.setdefault(self._next, []).append(group.name)
                 self._holding.consume(group.deliveries)
+                self._drop(group, "not chosen")
         if self._enough():
             self._write(self._assembly.pick(self._terms.groups))
             self._waits_since = None
@@ -366,10 +412,9 @@ class Planner:
                 self._write(rest)
                 return
             for group in rest:
-                why = f"fewer than {self._terms.groups} groups are left"
-                log.info("group %r is left out: %s", group.name, why)
+                log.info("group %r is left out: fewer than %d groups are left", group.name, self._terms.groups)
                 self._holding.consume(group.deliveries)
-                self._tell(group, why)
+                self._drop(group, "tail")
             self._end = self._next
             self._records.end(self._next)
         else:
@@ -423,6 +468,5 @@ class Planner:
             self._stop()  # another rank plans
             return
         self._next += 1
-        self.counts.planned += len(groups)
-        self._steps[step.number] = step
-        self._reserved.update(dict.fromkeys(step.deliveries(), step.number))
+        self._counts.planned += len(groups)
+        self._stands(step)

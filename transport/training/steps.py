@@ -45,6 +45,7 @@ from transport.runtime.loop_thread import Job, LoopThread, gone
 from transport.schema import Schema
 from transport.settings import Settings
 from transport.ticket import Ticket
+from transport.training.counts import StepCounts
 from transport.training.holding import Delivery
 from transport.training.layout import Sample
 from transport.training.mesh import Mesh
@@ -97,6 +98,12 @@ class Step(Sequence[MicroBatch]):
     def __getitem__(self, at: Any) -> Any:
         """Return a micro-batch, or some."""
         return self._micro_batches[at]
+
+    @property
+    def lag(self) -> float:
+        """Versions by which this rank's samples are older than the trainer's, on average of those that have one."""
+        ages = np.concatenate([micro.ages for micro in self]) if len(self) else np.zeros(0)
+        return float(ages[ages >= 0].mean()) if (ages >= 0).any() else 0.0
 
     @property
     def identities(self) -> list[Identity]:
@@ -160,6 +167,10 @@ class Learned:
         self.given_out: set[int] = set()
         self.closed = False
 
+    def has(self, number: int) -> bool:
+        """Tell whether a step is accepted or consumed by this rank."""
+        return number in self.accepted or number in self.voted
+
     def check_order(self, number: int, call: str) -> None:
         """UsageError where an earlier step is neither accepted nor consumed: a record has all steps up to one."""
         before = min(self.given_out, default=number)
@@ -202,6 +213,7 @@ class Steps:
         settings: Settings,
         version: Callable[[], int | None],
         learned: Learned,
+        counts: StepCounts,
         ahead: bool,
     ) -> None:
         self._thread = thread
@@ -217,6 +229,7 @@ class Steps:
         self._settings = settings
         self._version = version
         self._learned = learned
+        self._counts = counts
         self._ahead = ahead
         self._closing = self._closed = False
         self._process = os.getpid()
@@ -250,6 +263,7 @@ class Steps:
             raise ClosedError("these steps are over: ask the trainer for others")
         reading = self._reading or self._read(self._number)
         self._reading = reading
+        begun = time.monotonic()
         while True:
             try:
                 step = reading.result(_SLICE_S)
@@ -260,11 +274,14 @@ class Steps:
                 if self._planning.outcome is not None:
                     self._planning.result()  # raises why nothing is planned
         self._reading = None
+        self._counts.waited_s += time.monotonic() - begun
         if step is not None:
             self._learned.given_out.add(step.number)
             self._number = step.number + 1
             for micro in step:
                 micro.training_version = self._version()  # not the one that was trained while it was read
+            self._counts.steps += 1
+            self._counts.lag = step.lag
             if self._ahead:
                 self._reading = self._read(self._number)
         return step

@@ -32,6 +32,7 @@ import numpy.typing as npt
 
 from transport import _ring
 from transport.claims.batch import CONSUME
+from transport.claims.lead import LeadSaid
 from transport.claims.open import open_rings
 from transport.claims.rings import FoundRings
 from transport.claims.taken_part import TakenPart
@@ -47,7 +48,7 @@ from transport.errors import (
 )
 from transport.joined.payloads import names_parents
 from transport.observe.metrics import configured_exporter
-from transport.observe.statistics import PackerStatistics
+from transport.observe.statistics import TrainerStatistics
 from transport.packer.consumed_record import ConsumedRecord
 from transport.packer.options import ClientOptions
 from transport.packer.session import make_client, statistics_of
@@ -63,8 +64,9 @@ from transport.schema import Schema
 from transport.store.memory import MemoryStore
 from transport.store.open import open_store
 from transport.ticket import ORIGIN, Ticket
-from transport.training.assembling import Group
+from transport.training.assembling import REASONS, Group, Reason
 from transport.training.batch import Batch, Claimed
+from transport.training.counts import StepCounts
 from transport.training.holding import Holding
 from transport.training.joining import Child, end_parts, join_all
 from transport.training.mesh import Mesh
@@ -174,6 +176,7 @@ class Trainer:
         self._step_records: StepRecords | None = None
         self._steps: Steps | None = None
         self._learned = Learned(self._book.consumed_record)
+        self._counts = StepCounts()
         self._closed = False
         self._ends: list[Callable[[], object]] = []  # that may run again, the last one first
         with ExitStack() as undo:
@@ -197,7 +200,7 @@ class Trainer:
             self._ends.append(self._heart.cancel)
             if (exporter := configured_exporter(operator)) is not None:
                 self._ends.append(exporter.close)
-                exporter.add_packer(self._name, self.statistics)
+                exporter.add_trainer(self._name, self.statistics)
                 exporter.add_queue(repr(self.rings.places), self.rings)
             self.metrics_port = None if exporter is None else exporter.port
             self._ends.append(self._close_steps)
@@ -235,7 +238,10 @@ class Trainer:
             if self._book.in_slots:
                 self._book.let_go_of_slots()
             begun = time.monotonic()
-            batch = self._take(n, begun + timeout_s, fill_s)
+            try:
+                batch = self._take(n, begun + timeout_s, fill_s)
+            finally:
+                self._counts.waited_s += time.monotonic() - begun
             if batch is not None and spans.API in sys.modules and spans.tracer() is not None:
                 batch.claimed_in = spans.ended(
                     "transport.claim",
@@ -387,8 +393,8 @@ class Trainer:
         choose: Choose | None = None,
         incomplete: Literal["drop", "short"] = "drop",
         group_timeout_s: float | None = 600.0,
-        stale: Literal["drop", "keep"] = "drop",
-        dropped: Callable[[Group, str], object] | None = None,
+        stale: Literal["drop", "keep", "return"] = "drop",
+        dropped: Callable[[Group, Reason], object] | None = None,
         tail: Literal["drop", "short"] = "short",
         ahead: bool = True,
     ) -> Steps:
@@ -406,10 +412,10 @@ class Trainer:
                 for the other terms, those of the rank that plans count: give all ranks the same.
             incomplete: what becomes of a group whose samples do not come: "drop" it, or train it "short".
             group_timeout_s: after which a group that is not complete waits no longer; None: until the data ends.
-            stale: what becomes of a group with a sample that is older than ``max_age``: "drop" it, or "keep" it and
-                look at `Payloads.ages`.
-            dropped: called with each group that no step gets, and why, for example to have its prompt sampled again;
-                on the rank that plans, in a thread of its own.
+            stale: what becomes of a group with a sample that is older than ``max_age``: "drop" it, "keep" it and
+                look at `Payloads.ages`, or "return" it: `Rollout.returned` names it to those that wrote its samples.
+            dropped: called with each group that no step gets, and the reason ("incomplete", "stale", "not chosen",
+                "tail"), for example to have its prompt sampled again; on the rank that plans, in a thread of its own.
             tail: what becomes of the last groups, where they are fewer than ``groups``: a "short" step, or "drop".
             ahead: read the next step while one is learned from.
 
@@ -425,7 +431,7 @@ class Trainer:
             choose=choose,
             incomplete=one_of(("drop", "short"), incomplete, "incomplete"),
             group_timeout_s=group_timeout_s,
-            stale=one_of(("drop", "keep"), stale, "stale"),
+            stale=one_of(("drop", "keep", "return"), stale, "stale"),
             dropped=dropped,
             tail=one_of(("drop", "short"), tail, "tail"),
         )
@@ -452,6 +458,9 @@ class Trainer:
             record=self._book.consumed_record.copy(),
             ended=self._holds.all_written,
             crowded=lambda: self._holds.crowded(_CROWDED),
+            lead=LeadSaid(self.rings, self._rank),
+            is_learned=self._learned.has,
+            counts=self._counts,
         )
         self._holds.incomplete = planner.waiting
         self._holds.says_why(self._client)
@@ -469,6 +478,7 @@ class Trainer:
             settings=self._settings,
             version=lambda: self.version,
             learned=self._learned,
+            counts=self._counts,
             ahead=ahead,
         )
         return self._steps
@@ -513,17 +523,24 @@ class Trainer:
             self._steps.note_accepted(record)
         return record
 
-    def statistics(self) -> PackerStatistics:
-        """Return the counters of this moment."""
-        book = self._book
-        return PackerStatistics(
+    def statistics(self) -> TrainerStatistics:
+        """Return the counters of this moment. Those of groups are of the rank that plans."""
+        book, counts, steps = self._book, self._counts, self._steps
+        return TrainerStatistics(
             batches=book.batches,
             consumed=book.consumed_count,
             duplicates=book.duplicates,
             failed=book.failed + book.dropped,
-            stale=0 if self._steps is None else self._steps.planner.counts.stale_samples,
+            stale=counts.stale_samples,
             returned=book.returned,
             lost_claims=book.lost,
+            waited_s=counts.waited_s,
+            steps=counts.steps,
+            void_steps=counts.void_steps,
+            lag=counts.lag,
+            groups={"planned": counts.planned, **{reason: counts.dropped[reason] for reason in REASONS}},
+            open_groups=0 if steps is None else steps.planner.open_groups,
+            surplus=counts.surplus,
             client=self._thread.run(statistics_of(self._client)),
         )
 
