@@ -1,10 +1,8 @@
 """GRPO with two data-parallel ranks: a small transformer learns to add, from the answers that rollouts sample of it.
 
 pip install torch; python examples/grpo.py [FOLDER]   (a minute; with the FOLDER of a run that was killed it goes on)
-
 Rollouts write groups of 8 answers to a question. The ranks, started by torchrun, train on the same steps of whole
-groups, and offer their weights to the rollouts. Kill any of them, or all: no group is in the weights twice.
-"""
+groups, and offer their weights to the rollouts. Kill any of them, or all: no group is in the weights twice."""
 
 import os
 import random
@@ -62,8 +60,7 @@ WEIGHTS = Schema.of(**{name: ("float32", *each.shape) for name, each in Model().
 
 
 def rollout(folder: Path, name: str) -> None:
-    model, worker = Model(), ReferenceWorker("own")
-    taker, count = Taker(worker), 0
+    model, count, taker = Model(), 0, Taker(worker := ReferenceWorker("own"))
     with (
         until_stopped() as stopped,
         open_rings(f"rings:{folder.name}-") as run,
@@ -89,8 +86,7 @@ def rollout(folder: Path, name: str) -> None:
 
 
 def advantages(step):  # of each micro-batch: rewards less their group's mean, over its deviation
-    rewards = np.concatenate([micro["reward"] for micro in step])
-    groups = np.concatenate([micro.groups for micro in step])
+    rewards, groups = map(np.concatenate, zip(*((micro["reward"], micro.groups) for micro in step), strict=True))
     for mine in [groups == group for group in set(groups.tolist())]:
         rewards[mine] = (rewards[mine] - rewards[mine].mean()) / (rewards[mine].std() + 1e-4)
     return torch.from_numpy(rewards).split([len(micro) for micro in step])
@@ -99,8 +95,7 @@ def advantages(step):  # of each micro-batch: rewards less their group's mean, o
 def train(folder: Path, _: str) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     mesh, checkpoint = Mesh.of_torchrun(store=f"sqlite:///{folder}/steps.db"), folder / "checkpoint.pt"
-    model, record, history = Model(), None, []
-    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    record, history, optimizer = None, [], torch.optim.Adam((model := Model()).parameters(), 1e-3)
     if checkpoint.exists():
         weights, moments, record, history = torch.load(checkpoint)
         model.load_state_dict(weights)
@@ -126,8 +121,7 @@ def train(folder: Path, _: str) -> None:
                 dist.all_reduce(each)
             optimizer.step()
             step.accept()
-            history.append((reward.item(), step.groups))
-            trainer.version = len(history)
+            history, trainer.version = [*history, (reward.item(), step.groups)], len(history) + 1
             print(f"rank {mesh.rank}, step {len(history)}: mean reward {reward.item():.2f}", flush=True)
             if mesh.rank == 0:
                 state = (model.state_dict(), optimizer.state_dict(), trainer.record.to_bytes(), history)
@@ -138,8 +132,7 @@ def train(folder: Path, _: str) -> None:
 
 
 def main(folder: Path, _: str) -> None:
-    programs = [[sys.executable, __file__, str(folder), f"rollout-{number}"] for number in (0, 1)]
-    rollouts = [subprocess.Popen(program) for program in programs]
+    rollouts = [subprocess.Popen([sys.executable, __file__, str(folder), f"rollout-{rank}"]) for rank in (0, 1)]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     try:  # a rank that is killed takes the others with it, and all go on from the checkpoint
         while subprocess.call([*torchrun, __file__, str(folder), "train"]):

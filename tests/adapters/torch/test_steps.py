@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import secrets
+import subprocess
+import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,6 +23,8 @@ with warnings.catch_warnings():  # of what torch imports
     import torch
 
 from transport import Mesh, Schema, Trainer, UpTo
+from transport.adapters.torch import TicketDataset, TicketLoader
+from transport.errors import UsageError
 from transport.group import in_group
 
 pytestmark = pytest.mark.ucx
@@ -61,3 +65,65 @@ def test_micro_batches_are_tensors_also_where_a_replica_has_none(tmp_path: Path,
         assert batch["image"].shape == (0, 2, 3) and batch["text"] == [] and lengths["tokens"].tolist() == []
         if layout == "packed":
             assert cu_seqlens["tokens"].tolist() == [0]
+
+
+@pytest.mark.parametrize("wire", ["mapped", "tcp"])
+def test_a_dataset_of_steps_gives_micro_batches_as_tensors_and_resumes_behind_its_state(wire: str) -> None:
+    prefix = f"steps-{secrets.token_hex(4)}-"
+
+    def dataset() -> TicketDataset:
+        return TicketDataset(
+            f"rings:{prefix}", SCHEMA, layout="padded", steps={"groups": 2, "max_tokens": 8}, wire={wire}
+        )
+
+    with ring_of(prefix, schema=SCHEMA, slot_bytes=None) as ring:
+        for group in range(6):
+            for value in (1, 3):
+                ring.write(sample(value), metadata=in_group({"of": group}, f"p{group}", 2, value))
+        ring.end_data()
+        first = dataset()
+        loop = iter(TicketLoader(first))
+        step = next(loop)
+        assert [micro["groups"].tolist() for micro in step] == [[0, 0, 1, 1]]
+        assert [micro["tokens"].tolist() for micro in step] == [[[1, 0, 0], [3, 3, 3]] * 2]
+        assert [micro["tokens.lengths"].tolist() for micro in step] == [[1, 3, 1, 3]]
+        next(loop)  # consumes the first
+        assert ring.native.unread == 8
+        state = first.state_dict()  # has the second, which is not consumed
+        del loop
+        second = dataset()
+        second.load_state_dict(state)
+        assert [sum(len(micro["reward"]) for micro in step) for step in second] == [4]
+        assert ring.native.unread == 0
+
+
+def test_a_dataset_of_steps_refuses_what_it_cannot_do() -> None:
+    with pytest.raises(UsageError, match="idle_s"):
+        TicketDataset("rings:any-", SCHEMA, layout="padded", steps={"groups": 1}, idle_s=1.0)
+    with pytest.raises(UsageError, match="layout"):
+        TicketDataset("rings:any-", SCHEMA, steps={"groups": 1})
+    loader = TicketLoader(TicketDataset("rings:any-", SCHEMA, layout="padded", steps={"groups": 1}), num_workers=1)
+    with pytest.raises(UsageError, match="num_workers"):
+        next(iter(loader))
+
+
+DEVICE_MESHES = """
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore  # nobody is at the other end
+from transport import Mesh
+for rank in range(8):
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=8)
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "tp", "cp"))
+    one, both = Mesh.of(mesh), Mesh.of(mesh, ("dp", "cp"))
+    print(one.dp, one.tp, one.rank, one.replica, both.dp, both.tp, both.replica)
+    dist.destroy_process_group()
+"""
+
+
+def test_a_mesh_is_that_of_a_device_mesh() -> None:
+    command = [sys.executable, "-W", "ignore", "-c", DEVICE_MESHES]
+    printed = subprocess.run(command, capture_output=True, check=True, text=True).stdout
+    found = [list(map(int, line.split())) for line in printed.splitlines()]
+    assert [each[:4] for each in found] == [[2, 4, rank, rank // 4] for rank in range(8)]
+    assert [each[4:] for each in found] == [[4, 2, 2 * (rank // 4) + rank % 2] for rank in range(8)]

@@ -14,6 +14,8 @@ one is trained on again, from the checkpoint it restarts with.
     TicketLoader ◄──── batches, copied ─────── TicketDataset ──► takes, consumes
                  ─────── used, version, ended, stop ──►
 
+With ``steps={"groups": 64}`` an item is a training step: a list of micro-batches, each as a batch would be.
+
 With ``layout="packed"`` or ``"padded"`` a batch is a dict of tensors, each payload copied once, without Python code for
 a payload. Use worker processes where `collate` takes much time; without them nothing is copied.
 """
@@ -46,6 +48,9 @@ from transport.schema import Schema
 from transport.settings import DEFAULTS
 from transport.ticket import Metadata
 from transport.training.batch import Batch
+from transport.training.micro_batch import MicroBatch
+from transport.training.payloads import Payloads
+from transport.training.steps import Step
 from transport.training.trainer import Trainer
 from transport.wire.ucx import check_fork
 
@@ -92,6 +97,9 @@ class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not ther
             given the dict of tensors and the list of the payloads' metadata; None: the dict. Runs in the worker
             process, if any.
         layout: "list"; or "padded" or "packed" for payloads of one schema, see `Trainer`.
+        steps: the arguments of `Trainer.steps`: an item is the list of a step's micro-batches, as many on every rank of
+            ``mesh=``. A micro-batch is a dict of tensors, with ``groups``: of each payload the position of its group in
+            the step (int64). In this process alone, and until the data ends. None: items are batches.
         shape: with such a layout, its ``fill``, ``pad_to``, ``memory`` and ``most_memory``.
         fill_s: seconds for which an incomplete batch waits for more payloads.
         idle_s: the iteration ends after so many seconds without a payload, or when all rollouts have ended (give
@@ -107,6 +115,7 @@ class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not ther
         batch_size: int = 1,
         collate: Callable[..., Any] | None = None,
         layout: BatchLayout = "list",
+        steps: Mapping[str, Any] | None = None,
         shape: Mapping[str, Any] | None = None,
         fill_s: float = 1.0,
         idle_s: float | None = None,
@@ -130,13 +139,18 @@ class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not ther
             )
         if layout != "list" and options.get("joined"):
             raise UsageError("joined=True has payloads of several schemas in one: use the layout list, with collate=")
+        if steps is not None and (idle_s is not None or batch_size != 1):
+            raise UsageError("a step has the groups that steps= says: leave batch_size and idle_s out")
+        if steps is not None and layout == "list":
+            raise UsageError('micro-batches are dicts of tensors: give layout="padded" or "packed" with steps=')
+        self._steps = steps
         self._collate = collate
         self.fill_s, self.idle_s = fill_s, idle_s
         if options.get("record") is None:
             options["record"] = ConsumedRecord(options.get("settings") or DEFAULTS)
         self._options = options
         self._orders: Sequence[multiprocessing.connection.Connection] = ()  # of the trainer, one for each worker
-        self._in_hand: tuple[Trainer, Batch] | None = None  # of the latest iteration
+        self._in_hand: tuple[Trainer, Batch | Step] | None = None  # of the latest iteration
         self._turn = object()  # of the latest iteration
         self._in_workers = False  # a loader of it has worker processes, which keep the records of what they consumed
         self._behind_end = False  # an iteration has met the end of data, of which later ones may know nothing
@@ -160,6 +174,8 @@ class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not ther
         if worker is None:
             _check_in_turn()
             return self._in_this_process()
+        if self._steps is not None:
+            raise UsageError("steps= needs num_workers=0: a step has one reader in each rank")
         check_fork()  # also where the first payloads are mapped: it would end at the first that is not
         if self._shape.memory != "host":
             raise UsageError("a shape's memory= needs num_workers=0: only the trainer process has its device memory")
@@ -173,7 +189,7 @@ class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not ther
         with self.stream() as stream:
             while True:
                 stream.trainer.version = self.version
-                batch = stream.next()
+                batch = stream.next() if self._steps is None else stream.next_step(self._steps)
                 if batch is None:
                     self._behind_end |= stream.ended
                     return
@@ -233,17 +249,26 @@ class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not ther
         with Trainer(self._schema, self._rings, **self._options, **shape) as trainer:
             yield _Stream(trainer, self, stopping, behind_end=self._behind_end)
 
-    def collated(self, batch: Batch) -> Any:
+    def collated(self, batch: Batch | Step) -> Any:
         """Make of a batch what the loop gets. From then on only its tensors keep the payloads' memory."""
         data: Any
+        if isinstance(batch, Step):
+            return [self._collated_micro(micro) for micro in batch]
         if self._shape.layout == "list":
             data = [Sample(tensors(payload), payload.metadata) for payload in batch]
             return data if self._collate is None else self._collate(data)
         data = _tensor_batch(batch)
         return data if self._collate is None else self._collate(data, batch.metadata)
 
+    def _collated_micro(self, micro: MicroBatch) -> Any:
+        data = _tensor_batch(micro)
+        if "groups" in data:
+            raise SchemaError("the schema's tensor groups has the name of what stands beside the others")
+        data |= as_tensors({"groups": micro.groups})
+        return data if self._collate is None else self._collate(data, micro.metadata)
 
-def _tensor_batch(batch: Batch) -> dict[str, Any]:
+
+def _tensor_batch(batch: Payloads) -> dict[str, Any]:
     """Tensors of all payloads by name; beside each ragged one its lengths (int64) and, packed, cu_seqlens (int32).
 
     Beside an optional one stands which payloads have it (bool).
@@ -274,6 +299,7 @@ class _Stream:
         self._dataset = dataset
         self._stopping = stopping
         self._meets_until = time.monotonic() + _MEET_S
+        self._steps: Iterator[Step] | None = None
 
     def next(self) -> Batch | None:
         """Take the next batch. None: the rollouts have ended, nothing came for ``idle_s``, or a stop is requested."""
@@ -289,6 +315,14 @@ class _Stream:
             if self.ended or time.monotonic() >= give_up or (behind and self.trainer.rings.finished(0)):
                 break
         return None
+
+    def next_step(self, terms: Mapping[str, Any]) -> Step | None:
+        """Take the next step. None: the data has ended."""
+        if self._steps is None:
+            self._steps = iter(self.trainer.steps(**terms))
+        step = next(self._steps, None)
+        self.ended = step is None
+        return step
 
 
 def _require_latest(latest: bool) -> None:
