@@ -15,7 +15,7 @@ from helpers import NETWORK, NETWORK_WIRE, Child, dead_port, eventually
 
 from transport import FoundRings, Schema, SharedRingBuffer, Trainer, UCXXServer, UpTo, _ring, open_rings
 from transport.claims import places, waiting
-from transport.claims.waiting import Known, Reason, Why, reason
+from transport.claims.waiting import Known, NoPayloadReason, Why, reason
 from transport.cli import run
 from transport.client.status_socket import clients
 from transport.observe import overview
@@ -49,9 +49,9 @@ def said(caplog: pytest.LogCaptureFixture) -> Iterator[Any]:
         yield lambda: [each.getMessage() for each in caplog.records if each.name == "transport.claims.rings"]
 
 
-def reason_of(queue: FoundRings, why: Why) -> Reason:
+def reason_of(queue: FoundRings, why: Why) -> NoPayloadReason:
     """The reason, once it is found by taking."""
-    found: list[Reason | None] = []
+    found: list[NoPayloadReason | None] = []
 
     def looked() -> bool:
         take(queue, 1, 0.05)

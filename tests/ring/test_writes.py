@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from transport import Schema, SharedRingBuffer, TensorSpec
 from transport.errors import PayloadTooLargeError, RingFullError, SchemaError, TicketError, UsageError
-from transport.ring.writes import Batch, Tickets, terms_of
+from transport.ring.writes import PlannedWrite, Tickets, terms_of
 from transport.ticket import Ticket, encoded_metadata
 
 SCHEMA = Schema(
@@ -236,7 +236,7 @@ def test_an_interrupt_behind_the_taking_of_a_slot_gives_the_slot_back() -> None:
             raise KeyboardInterrupt
 
         given = [({"x": np.arange(4)}, None)]
-        batch = Batch(ring, "safe", terms_of(1, None), given, taken_and_interrupted, lambda *_: ticket)
+        batch = PlannedWrite(ring, "safe", terms_of(1, None), given, taken_and_interrupted, lambda *_: ticket)
         with pytest.raises(KeyboardInterrupt):
             batch.write(None)
         assert ring.native.state_counts() == (1, 0, 0, 0)

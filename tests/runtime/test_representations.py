@@ -27,7 +27,7 @@ from transport.store.base import Change, Entry
 from transport.store.decision import Next
 from transport.ticket import Ticket
 from transport.training.assembling import Arrival
-from transport.training.holding import Sample
+from transport.training.holding import HeldSample
 from transport.training.joining import Child
 from transport.training.mesh import Mesh
 from transport.training.step_records import PlannedPart
@@ -55,7 +55,7 @@ RECORDS = [
     Change("groups/g/claims/1", TICKET.encode()),
     Next(TICKET.encode()),
     RedisURL(PLACE, "run"),
-    Sample(TICKET.identity, TICKET.encode(), 0, 1, 0, 8, None),
+    HeldSample(TICKET.identity, TICKET.encode(), 0, 1, 0, 8, None),
     PlannedPart([[TICKET.encode()]], [[None]]),
     Arrival(TICKET.identity, "g", 1, 1, None, TICKET.encode(), TICKET.identity),
     Mesh(store=f"redis://user:{WORD}@host:6379"),

@@ -14,7 +14,7 @@ from transport.claims.open import open_rings
 from transport.claims.places import OnThisHost
 from transport.claims.rings import FoundRings
 from transport.runtime.loop_thread import LoopThread
-from transport.training.holding import Delivery, Holding, Sample
+from transport.training.holding import Delivery, HeldSample, Holding
 
 # Holds so many, says how many, and waits.
 HOLDER = """
@@ -56,9 +56,9 @@ def holding_of(
         yield holding
 
 
-def held_by(holding: Holding, n: int, **arguments: Any) -> list[Sample]:
+def held_by(holding: Holding, n: int, **arguments: Any) -> list[HeldSample]:
     """So many samples, however many calls it takes."""
-    samples: list[Sample] = []
+    samples: list[HeldSample] = []
     while len(samples) < n:
         came = holding.take(n - len(samples), LONG_S, **arguments)
         assert came, f"{len(samples)} of {n} came"
@@ -66,7 +66,7 @@ def held_by(holding: Holding, n: int, **arguments: Any) -> list[Sample]:
     return samples
 
 
-def deliveries(samples: Sequence[Sample]) -> list[Delivery]:
+def deliveries(samples: Sequence[HeldSample]) -> list[Delivery]:
     return [each.delivery for each in samples]
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from transport.errors import UsageError
-from transport.training.layout import Sample, StepLayout, lay_out
+from transport.training.layout import SampleSize, StepLayout, lay_out
 
 Groups = list[list[int]]
 some_groups = st.lists(st.lists(st.integers(0, 500), min_size=1, max_size=9), max_size=24)
@@ -15,7 +15,7 @@ some_replicas = st.integers(1, 6)
 some_limits = st.none() | st.integers(1, 1500)
 
 
-def load(groups: Groups, batches: tuple[tuple[Sample, ...], ...]) -> int:
+def load(groups: Groups, batches: tuple[tuple[SampleSize, ...], ...]) -> int:
     return sum(groups[each.group][each.number] for batch in batches for each in batch)
 
 
@@ -31,7 +31,7 @@ def test_every_sample_is_trained_on_once_and_a_group_stays_on_one_replica(
 ) -> None:
     layout = laid_out(groups, replicas, limit)
     placed = [(each, replica) for replica, batches in enumerate(layout) for batch in batches for each in batch]
-    every = [Sample(group, number) for group, samples in enumerate(groups) for number in range(len(samples))]
+    every = [SampleSize(group, number) for group, samples in enumerate(groups) for number in range(len(samples))]
     assert sorted(each for each, _ in placed) == every
     assert len({(each.group, replica) for each, replica in placed}) == len(groups)
 

@@ -80,7 +80,7 @@ CONSUME: Final = End(Verdict.CONSUMED)
 _OPEN, _ASKED, _IN_QUESTION, _CONSUMED, _REFUSED = map(int, list(Verdict)[:5])
 
 
-class Connection(Protocol):
+class ClaimHolder(Protocol):
     """What holds the claims of a batch (`ClaimConnection`)."""
 
     ring: str
@@ -116,7 +116,7 @@ class ClaimedRows:
         asking: what asks the ring for the ends of claims.
     """
 
-    def __init__(self, connection: Connection, rows: Rows, number: int, held: dict[int, ClaimedRows]) -> None:
+    def __init__(self, connection: ClaimHolder, rows: Rows, number: int, held: dict[int, ClaimedRows]) -> None:
         self.connection = connection
         self.rows = rows
         self._number = number

@@ -45,7 +45,7 @@ from transport.claims.network import MOST_FAILURES, NetworkSource, summed
 from transport.claims.notices import FirstAnnouncements, NoNotices, Notice, Notices, RingNotices, StoreNotices
 from transport.claims.places import UNNAMED, Discovery, OnThisHost, RingAddress, starts_of
 from transport.claims.taken_part import TakenPart
-from transport.claims.waiting import Holder, Known, Reason, Waiting, crowded, few, own_fault, reason
+from transport.claims.waiting import Holder, Known, NoPayloadReason, Waiting, crowded, few, own_fault, reason
 from transport.config import configuration, lease_or_configured
 from transport.errors import ClosedError, OpenFilesError, SchemaError, TransportError, UsageError
 from transport.ring.buffer import SharedRingBuffer
@@ -65,7 +65,7 @@ _LOOK_S: Final = 0.1  # how often rings are looked for while something waits
 _SLICE_S: Final = 0.1  # longest wait without a look for what has no wake-up
 
 
-class Client(Protocol):
+class TrainerClient(Protocol):
     """What rings use of a trainer's client (`UCXXClient`)."""
 
     why_nothing: Callable[[], str]  # the rings say it, for `transport top`
@@ -121,7 +121,7 @@ class FoundRings:
         self._closed = threading.Event()
         self._process = os.getpid()
         # Of each user, with payloads and without; the one without a client is this one's:
-        self._networks: dict[tuple[Client | None, bool], NetworkSource] = {}
+        self._networks: dict[tuple[TrainerClient | None, bool], NetworkSource] = {}
         # Of users that have left:
         self._past: Counter[tuple[str, int, str]] = Counter()
         self._past_failures: deque[Failure] = deque(maxlen=MOST_FAILURES)
@@ -166,7 +166,7 @@ class FoundRings:
         self._here.add(ring)
 
     def connect(
-        self, thread: LoopThread, client: Client, schemas: Sequence[Schema], *, contents: bool = True
+        self, thread: LoopThread, client: TrainerClient, schemas: Sequence[Schema], *, contents: bool = True
     ) -> FoundRings:
         """Return the rings as a trainer uses them that has this client, and payloads of these schemas.
 
@@ -185,11 +185,11 @@ class FoundRings:
             own.says_why(client)
         return own
 
-    def says_why(self, client: Client) -> None:
+    def says_why(self, client: TrainerClient) -> None:
         """Have the client's status say why nothing comes to this user."""
         client.why_nothing = self._waiting.text
 
-    def disconnect(self, client: Client) -> None:
+    def disconnect(self, client: TrainerClient) -> None:
         """Give up what was claimed through this client, which is closed from now on."""
         for key in [key for key in list(self._networks) if key[0] is client]:
             network = self._networks[key]
@@ -287,7 +287,7 @@ class FoundRings:
             raise fault
         return True
 
-    def why_nothing(self, rank: int | str | None = None) -> Reason | None:
+    def why_nothing(self, rank: int | str | None = None) -> NoPayloadReason | None:
         """Why there is nothing to claim at the moment; None: its rings are there, and their turn is next."""
         return reason(self._known(rank))
 

@@ -176,7 +176,7 @@ class Known(NamedTuple):
     crowded: Sequence[str] = ()
 
 
-class Reason(msgspec.Struct, frozen=True):
+class NoPayloadReason(msgspec.Struct, frozen=True):
     """Why nothing comes, and what to do about it."""
 
     why: Why
@@ -193,15 +193,17 @@ def own_fault(reached: Reached) -> TransportError | None:
     return None
 
 
-def reason(known: Known) -> Reason | None:
+def reason(known: Known) -> NoPayloadReason | None:
     """Why a trainer gets nothing; None: it is its turn when the rollouts write."""
     if (fault := own_fault(known.reached)) is not None:
-        return Reason(Why.UNREACHABLE, str(fault))
+        return NoPayloadReason(Why.UNREACHABLE, str(fault))
     if known.left_out:
-        return Reason(Why.UNREACHABLE, f"{len(known.left_out)} rings are left out: {few('; ', known.left_out)}")
+        return NoPayloadReason(
+            Why.UNREACHABLE, f"{len(known.left_out)} rings are left out: {few('; ', known.left_out)}"
+        )
     if known.fitting:
         if known.rank is not None and known.rank >= known.ranks > 0:
-            return Reason(
+            return NoPayloadReason(
                 Why.OTHER_RANK,
                 f"this trainer has rank={known.rank}, and payloads with readers={known.ranks} are for the ranks 0 to "
                 f"{known.ranks - 1}. Give the trainer one of these, or the rollouts readers={known.rank + 1} or more",
@@ -209,9 +211,9 @@ def reason(known: Known) -> Reason | None:
         if known.unread:
             return None
         if stopped := [each for each in known.holders if each.stopped]:
-            return Reason(Why.HELD, f"every unread payload is held: {few('; ', map(str, stopped))}")
+            return NoPayloadReason(Why.HELD, f"every unread payload is held: {few('; ', map(str, stopped))}")
         if known.crowded:
-            return Reason(
+            return NoPayloadReason(
                 Why.GROUPS,
                 f"{few('; ', known.crowded)}: give the rollout more slots (`transport size --unfinished` computes how "
                 "many), have it begin fewer groups at a time, or give incomplete groups up sooner",
@@ -219,12 +221,12 @@ def reason(known: Known) -> Reason | None:
         return _full(known) if known.full else None
     if known.foreign:
         text = few("; ", known.foreign)
-        return Reason(
+        return NoPayloadReason(
             Why.OTHER_SCHEMA, f"{text}. Give the trainer the rollout's schema, or the two runs different names"
         )
     faults = known.reached.faults
     if each := [f"{place}: {fault}" for place, fault in faults.items() if not isinstance(fault, SchemaError)]:
-        return Reason(Why.UNREACHABLE, f"no ring of {known.places} can be reached: {few('; ', each)}")
+        return NoPayloadReason(Why.UNREACHABLE, f"no ring of {known.places} can be reached: {few('; ', each)}")
     there = (
         f". This host has rings of other runs ({few(', ', known.others)}): to read one of these, set the same run "
         "(TRANSPORT_RUN) for rollouts and trainers, or give rings= that text"
@@ -242,10 +244,10 @@ def reason(known: Known) -> Reason | None:
         else:
             why += f"lower expected_rollouts={known.expected}: so many ends are waited for, and {known.ends} have come"
     text = f"no rollout of this run is running ({known.places} finds none): {why}"
-    return Reason(Why.NO_RING, f"{text}{there}")
+    return NoPayloadReason(Why.NO_RING, f"{text}{there}")
 
 
-def _full(known: Known) -> Reason | None:
+def _full(known: Known) -> NoPayloadReason | None:
     """Whom rollouts wait for that have no free slot; None: trainers that hold everything, and work."""
     if known.other_ranks:
         text = (
@@ -259,7 +261,7 @@ def _full(known: Known) -> Reason | None:
         )
     else:
         return None
-    return Reason(Why.FULL, f"no slot of {known.places} is free, and {text}")
+    return NoPayloadReason(Why.FULL, f"no slot of {known.places} is free, and {text}")
 
 
 def crowded(incomplete: Mapping[str, int], slots: Mapping[str, int], share: float) -> list[str]:
@@ -284,7 +286,7 @@ class Waiting:
     def __init__(self) -> None:
         self.counts: Counter[Why] = Counter()  # looks that found it
         self._overdue = Overdue()
-        self._found: Reason | None = None  # by the last look
+        self._found: NoPayloadReason | None = None  # by the last look
         self._said = {why: LogLimit(SAY_AGAIN_S) for why in Why}
 
     def text(self) -> str:
@@ -300,7 +302,7 @@ class Waiting:
         """Nothing came: whether to look for the reason now."""
         return self._overdue.due()
 
-    def found(self, found: Reason | None) -> bool:
+    def found(self, found: NoPayloadReason | None) -> bool:
         """Note what a look has found, and count it. Whether to log it."""
         self._found = found
         if found is None:

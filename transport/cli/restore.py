@@ -24,7 +24,7 @@ EXAMPLE = "Example: transport restore s3://bucket/models --run grpo --step 4000 
 _LOOK_S = 0.2
 
 
-class Payload(msgspec.Struct, frozen=True, kw_only=True):
+class RestorablePayload(msgspec.Struct, frozen=True, kw_only=True):
     """One of them, in the JSON of ``--dry-run``."""
 
     id: str  # ring/slot/generation, as it was first written
@@ -41,7 +41,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     restored: int
     expired: int
     dry_run: bool
-    payloads: list[Payload] = []  # of a dry run
+    payloads: list[RestorablePayload] = []  # of a dry run
 
 
 def restore(
@@ -93,7 +93,7 @@ def restore(
 
 def _listed(saved: Saved) -> Report:
     payloads = [
-        Payload(
+        RestorablePayload(
             id="/".join(map(str, each.ticket.origin)),
             bytes=each.ticket.size,
             due=list(each.due),

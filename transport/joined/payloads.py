@@ -33,7 +33,7 @@ MAX_PARTS: Final = 16
 """Of one payload, itself included."""
 
 
-class Part(NamedTuple):
+class JoinedPart(NamedTuple):
     """One payload of those that are joined; ``payload``: None where it was not read."""
 
     ticket: Ticket
@@ -57,7 +57,7 @@ class JoinedPayload(ReceivedPayload):
     """
 
     def __init__(
-        self, client: UCXXClient | BlockingClient, parts: Sequence[Part], to_acknowledge: Sequence[Part]
+        self, client: UCXXClient | BlockingClient, parts: Sequence[JoinedPart], to_acknowledge: Sequence[JoinedPart]
     ) -> None:
         first = parts[0]
         self.parts = [part.payload for part in parts if part.payload is not None]
@@ -164,7 +164,7 @@ class _Joining:
         self._rank = rank
         self._named: dict[Identity, list[Parent]] = {}  # by payloads that were read
         self._left: list[tuple[Parent, int, int]] = [(Parent(ticket, 0), rank, 0)]  # part, rank of it, depth
-        self.parts: list[Part] = []
+        self.parts: list[JoinedPart] = []
 
     def next(self) -> tuple[Ticket, int, tuple[str, ...] | None] | None:
         """(ticket, rank, fields) to read, after all parts that are only acknowledged; None: that was all."""
@@ -191,7 +191,7 @@ class _Joining:
     def came(self, payload: ReceivedPayload | None) -> None:
         """The first of those that are left is here."""
         part, rank, depth = self._left.pop(0)
-        self.parts.append(Part(part.ticket, rank, payload))
+        self.parts.append(JoinedPart(part.ticket, rank, payload))
         layout = () if payload is None else payload.layout().placements
         if payload is None or not any(each.name == FIELD for each in layout):
             return
@@ -208,10 +208,10 @@ class _Joining:
             self._seen.add(parent.ticket.identity)
             self._left.append((parent, its_rank, depth + 1))
 
-    def to_acknowledge(self) -> list[Part]:
+    def to_acknowledge(self) -> list[JoinedPart]:
         """All parts, each after its own parents, once for each rank by which it is reached."""
         read = {(part.ticket.identity, part.rank): part.payload for part in self.parts}
-        ordered: dict[tuple[Identity, int], Part] = {}
+        ordered: dict[tuple[Identity, int], JoinedPart] = {}
         self._order(self._ticket, self._rank, set(), ordered, read)
         return list(ordered.values())
 
@@ -221,7 +221,7 @@ class _Joining:
         ticket: Ticket,
         rank: int,
         begun: set[tuple[Identity, int]],
-        ordered: dict[tuple[Identity, int], Part],
+        ordered: dict[tuple[Identity, int], JoinedPart],
         read: Mapping[tuple[Identity, int], ReceivedPayload | None],
     ) -> None:
         reached = ticket.identity, rank
@@ -234,7 +234,7 @@ class _Joining:
             except RankError:
                 continue  # the parent has no reader that stands for this one
             self._order(parent.ticket, its_rank, begun, ordered, read)
-        ordered[reached] = Part(ticket, rank, read.get(reached))
+        ordered[reached] = JoinedPart(ticket, rank, read.get(reached))
 
     def failed(self, ticket: Ticket, error: TransportError) -> TransportError:
         """The error for a part that cannot be read; what was read before is released, and stays unacknowledged."""
@@ -243,7 +243,7 @@ class _Joining:
             return error
         return type(error)(f"payload {self._ticket.name} cannot be read: its part {ticket.name}: {error}")
 
-    def others(self) -> list[Part]:
+    def others(self) -> list[JoinedPart]:
         """All parts that are known but the payload itself, in the order of their acknowledgement."""
         return self.to_acknowledge()[:-1]
 
@@ -259,7 +259,7 @@ class _Joining:
                 self.parts[at] = part._replace(payload=None)
 
 
-def _acknowledge(client: UCXXClient | BlockingClient, parts: Sequence[Part]) -> bool:
+def _acknowledge(client: UCXXClient | BlockingClient, parts: Sequence[JoinedPart]) -> bool:
     """Acknowledge every part, the payload itself last. False: that one was acknowledged before."""
     accepted = False
     for part in parts:
@@ -274,7 +274,7 @@ def names_parents(client: UCXXClient, ticket: Ticket) -> bool:
 
 
 async def join_to(
-    client: UCXXClient, payload: ReceivedPayload, known: list[Part], timeout: float | None = None
+    client: UCXXClient, payload: ReceivedPayload, known: list[JoinedPart], timeout: float | None = None
 ) -> JoinedPayload:
     """Read the parents of a payload that was read already. Where it raises, the payload is as it was.
 
@@ -292,7 +292,7 @@ async def join_to(
 
 
 async def find_parts(
-    client: UCXXClient, ticket: Ticket, rank: int, known: list[Part], timeout: float | None = None
+    client: UCXXClient, ticket: Ticket, rank: int, known: list[JoinedPart], timeout: float | None = None
 ) -> None:
     """The other parts of a payload that is not read again, for ``known`` as of `join_to`.
 

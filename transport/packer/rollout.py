@@ -35,8 +35,7 @@ from transport.packer.options import RingOptions, ServerOptions
 from transport.packer.with_block import WithBlock, ends_normally
 from transport.ring.buffer import SharedRingBuffer
 from transport.ring.states import RingStatistics
-from transport.ring.writes import Batch as PlannedWrite
-from transport.ring.writes import Tickets, metadata_of
+from transport.ring.writes import PlannedWrite, Tickets, metadata_of
 from transport.runtime import arguments, hurry, spans
 from transport.runtime.arguments import at_least, seconds
 from transport.schema import Schema

@@ -40,7 +40,7 @@ from transport.ring.leases import ReadLease, WriteLease, ordered_lengths
 from transport.ring.overflow import Overflow, Overflowing
 from transport.ring.packing import describe, describe_exact, flat, pack_into
 from transport.ring.states import RingStatistics, statistics_of
-from transport.ring.writes import Batch, Terms, Tickets, longest_wait, metadata_of, terms_of
+from transport.ring.writes import PlannedWrite, Terms, Tickets, longest_wait, metadata_of, terms_of
 from transport.runtime.descriptors import OF_A_RING, promised
 from transport.schema import NOTHING, Schema
 from transport.ticket import NO_SCHEMA, Ticket
@@ -378,8 +378,8 @@ class SharedRingBuffer(Attachment):
         policy_version: int | None = None,
         deadline_s: float | None = None,
         casting: Literal["safe", "same_kind", "unsafe"] = "safe",
-    ) -> Batch:
-        """Look at many payloads for `Batch.write`, which writes them as there is room: `write_many` in steps.
+    ) -> PlannedWrite:
+        """Look at many payloads for `PlannedWrite.write`, which writes them as there is room: `write_many` in steps.
 
         Arguments and errors are those of `write_many`.
         """
@@ -400,7 +400,7 @@ class SharedRingBuffer(Attachment):
                 casting=casting,
             )
 
-        plan = Batch(self, casting, terms, each, self._overflowing.take, write_alone)
+        plan = PlannedWrite(self, casting, terms, each, self._overflowing.take, write_alone)
         self._overflowing.may_expire |= terms.expire
         return plan
 

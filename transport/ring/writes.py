@@ -94,7 +94,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
         return now, self.deadline if self.deadline_s is None else now + self.deadline_s
 
 
-class Batch:
+class PlannedWrite:
     """Payloads of one call, on their way into slots: all are looked at when it is made, and then written.
 
     Raises what `SharedRingBuffer.write_many` raises for payloads that cannot be written.

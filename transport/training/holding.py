@@ -40,7 +40,7 @@ _OPEN, _CONSUMED = int(Verdict.OPEN), int(Verdict.CONSUMED)
 
 
 @hiding("note")
-class Sample(NamedTuple):
+class HeldSample(NamedTuple):
     """A payload that was claimed, without its bytes; or the end of a group (`Ticket.ends_group`).
 
     Attributes:
@@ -142,7 +142,7 @@ class Holding:
         """What is held, also where a ring was asked and has not answered."""
         return list(self._held)
 
-    def take(self, n: int, timeout_s: float = 0.0, oldest_version: int | None = None) -> list[Sample]:
+    def take(self, n: int, timeout_s: float = 0.0, oldest_version: int | None = None) -> list[HeldSample]:
         """Claim up to ``n`` payloads, of each ring the oldest first; waits ``timeout_s`` for the first.
 
         What is older than ``oldest_version`` is discarded. A delivery whose claim was lost may come again.
@@ -153,7 +153,7 @@ class Holding:
         """
         if self._closed:
             raise ClosedError("this holding is closed")
-        samples: list[Sample] = []
+        samples: list[HeldSample] = []
         for part in self._rings.take_parts(
             n, timeout_s, rank=self._rank, consumer=self._consumer, oldest_version=oldest_version
         ):
@@ -164,7 +164,7 @@ class Holding:
                 delivery = (part.ring, slot, generation)
                 self._held[delivery] = held
                 known = None if version == _ring.NO_VERSION else version
-                samples.append(Sample(delivery, note, rank, attempts, in_vain, size, known))
+                samples.append(HeldSample(delivery, note, rank, attempts, in_vain, size, known))
         return samples
 
     # --- ends ---------------------------------------------------------------------------------------

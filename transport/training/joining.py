@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 from transport.client.client import UCXXClient
 from transport.client.retry import Deadline, Retry
 from transport.errors import TransportError
-from transport.joined.payloads import JoinedPayload, Part, find_parts, join_to
+from transport.joined.payloads import JoinedPart, JoinedPayload, find_parts, join_to
 from transport.runtime.decoders import hiding
 from transport.settings import Settings
 from transport.ticket import Ticket
@@ -35,7 +35,7 @@ class Joined(NamedTuple):
 
     payload: JoinedPayload | None
     error: TransportError | None
-    parts: Sequence[Part]
+    parts: Sequence[JoinedPart]
 
 
 async def join_all(client: UCXXClient, children: Sequence[Child], settings: Settings) -> list[Joined]:
@@ -44,7 +44,7 @@ async def join_all(client: UCXXClient, children: Sequence[Child], settings: Sett
     deadline = Deadline.after(settings.batch_deadline_s, time.monotonic())
 
     async def one(child: Child) -> Joined:
-        parts: list[Part] = []
+        parts: list[JoinedPart] = []
         plan = Retry(settings.calls_per_ticket, deadline, settings, random.random)
         async with room:
             own = client.hand_in(child.ticket, child.rank, child.wire, child.data)
@@ -64,7 +64,7 @@ async def join_all(client: UCXXClient, children: Sequence[Child], settings: Sett
 
 async def end_parts(client: UCXXClient, ticket: Ticket, rank: int, settings: Settings) -> None:
     """Acknowledge the parts of a payload that was consumed before; those that are gone have ended."""
-    parts: list[Part] = []
+    parts: list[JoinedPart] = []
     try:
         await find_parts(client, ticket, rank, parts, settings.batch_deadline_s)
     except TransportError as error:

@@ -13,14 +13,14 @@ from typing import NamedTuple
 from transport.errors import UsageError
 
 
-class Sample(NamedTuple):
+class SampleSize(NamedTuple):
     """One sample of a step: the numbers of its group and of itself in the group."""
 
     group: int
     number: int
 
 
-MicroBatch = tuple[Sample, ...]
+MicroBatch = tuple[SampleSize, ...]
 StepLayout = tuple[tuple[MicroBatch, ...], ...]  # of each replica
 
 
@@ -65,12 +65,12 @@ def _shares(groups: Sequence[Sequence[int]], replicas: int) -> list[list[int]]:
     return [sorted(share) for share in shares]
 
 
-def _packed(groups: Sequence[Sequence[int]], share: Sequence[int], most: int | None) -> list[list[Sample]]:
+def _packed(groups: Sequence[Sequence[int]], share: Sequence[int], most: int | None) -> list[list[SampleSize]]:
     """Pack a replica's groups: each into the first micro-batch that has room for all of it, else into its own."""
-    every = [[Sample(group, number) for number in range(len(groups[group]))] for group in share]
+    every = [[SampleSize(group, number) for number in range(len(groups[group]))] for group in share]
     if most is None:
         return [[each for group in every for each in group]]
-    batches: list[list[Sample]] = []
+    batches: list[list[SampleSize]] = []
     loads: list[int] = []
     for samples in sorted(every, key=lambda each: (-_tokens(groups, each), each)):
         pieces = [samples] if _tokens(groups, samples) <= most else _pieces(groups, samples, most)
@@ -86,9 +86,9 @@ def _packed(groups: Sequence[Sequence[int]], share: Sequence[int], most: int | N
     return batches or [[]]
 
 
-def _pieces(groups: Sequence[Sequence[int]], samples: Sequence[Sample], most: int) -> list[list[Sample]]:
+def _pieces(groups: Sequence[Sequence[int]], samples: Sequence[SampleSize], most: int) -> list[list[SampleSize]]:
     """Cut a group that is too large for one micro-batch, in the order of its samples."""
-    pieces: list[list[Sample]] = []
+    pieces: list[list[SampleSize]] = []
     load = 0
     for each in samples:
         tokens = groups[each.group][each.number]
@@ -100,7 +100,7 @@ def _pieces(groups: Sequence[Sequence[int]], samples: Sequence[Sample], most: in
     return pieces
 
 
-def _split(groups: Sequence[Sequence[int]], batches: list[list[Sample]], count: int) -> tuple[MicroBatch, ...]:
+def _split(groups: Sequence[Sequence[int]], batches: list[list[SampleSize]], count: int) -> tuple[MicroBatch, ...]:
     """Split the heaviest micro-batches of several samples in two until there are ``count``; then add empty ones."""
     heaviest = [(-_tokens(groups, batch), at) for at, batch in enumerate(batches) if len(batch) > 1]
     heapq.heapify(heaviest)
@@ -119,5 +119,5 @@ def _split(groups: Sequence[Sequence[int]], batches: list[list[Sample]], count: 
     return tuple(map(tuple, batches)) + ((),) * (count - len(batches))
 
 
-def _tokens(groups: Sequence[Sequence[int]], samples: Sequence[Sample]) -> int:
+def _tokens(groups: Sequence[Sequence[int]], samples: Sequence[SampleSize]) -> int:
     return sum(groups[each.group][each.number] for each in samples)

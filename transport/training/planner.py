@@ -26,7 +26,7 @@ from transport.runtime.logs import LOOK_S, SAY_AGAIN_S, LogLimit
 from transport.ticket import Ticket
 from transport.training.assembling import Arrival, Assembly, GivenUp, Group, Reason
 from transport.training.counts import StepCounts
-from transport.training.holding import Delivery, Holding, Sample
+from transport.training.holding import Delivery, HeldSample, Holding
 from transport.training.layout import lay_out
 from transport.training.step_records import PlannedGroup, PlannedPart, PlannedStep, StepRecords
 
@@ -311,7 +311,7 @@ class Planner:
             self._assembly.free(self._names.pop(self._done.pop(0), ()))
 
     # --- samples that come ----------------------------------------------------------------------------
-    def _came(self, sample: Sample, now: float) -> None:
+    def _came(self, sample: HeldSample, now: float) -> None:
         delivery = sample.delivery
         if delivery in self._reserved:  # of a step that another planner made
             return

@@ -28,7 +28,7 @@ from transport.store.base import ABSENT, Change, Entry, Store, check_key
 from transport.store.decision import Next, advance, decide
 from transport.store.stored import decode, encode
 from transport.training.holding import Delivery
-from transport.training.layout import Sample
+from transport.training.layout import SampleSize
 
 Identity = tuple[str, int, int, int]  # ring, slot, generation, rank of its readers
 State = Literal["planned", "go", "consumed", "void"]
@@ -82,9 +82,9 @@ class PlannedStep(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
         """Return what a record has of its samples."""
         return [each for group in self.groups for each in group.identities]
 
-    def samples(self, replica: int) -> list[list[Sample]]:
+    def samples(self, replica: int) -> list[list[SampleSize]]:
         """Return the micro-batches of a replica."""
-        return [[Sample(*each) for each in micro] for micro in self.layout[replica]]
+        return [[SampleSize(*each) for each in micro] for micro in self.layout[replica]]
 
 
 @hiding("tickets")

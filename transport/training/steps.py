@@ -47,7 +47,7 @@ from transport.settings import Settings
 from transport.ticket import Ticket
 from transport.training.counts import StepCounts
 from transport.training.holding import Delivery
-from transport.training.layout import Sample
+from transport.training.layout import SampleSize
 from transport.training.mesh import Mesh
 from transport.training.micro_batch import MicroBatch
 from transport.training.planner import Planner
@@ -412,7 +412,7 @@ class Steps:
                 await asyncio.sleep(_AGAIN_S)
 
     async def _micro_batches(
-        self, part: PlannedPart, samples: Sequence[Sequence[Sample]], unread: list[Delivery]
+        self, part: PlannedPart, samples: Sequence[Sequence[SampleSize]], unread: list[Delivery]
     ) -> list[MicroBatch]:
         """Read and lay out what this rank trains on; ``unread`` grows by what cannot be."""
         notes = [note for micro in part.tickets for note in micro]
@@ -537,5 +537,5 @@ class Steps:
         self._closed = True  # last, so that a call that was interrupted can be repeated
 
 
-def _tokens(planned: PlannedStep, micro: Sequence[Sample]) -> int:
+def _tokens(planned: PlannedStep, micro: Sequence[SampleSize]) -> int:
     return sum(planned.groups[each.group].tokens[each.number] for each in micro)

@@ -170,7 +170,7 @@ class Trainer:
         if client.secret is None:
             client = msgspec.structs.replace(client, secret=operator.secret())
         self._settings = settings = operator.settings if settings is None else settings
-        self._book = Record(ConsumedRecord.from_bytes(record, settings) if isinstance(record, bytes) else record)
+        self._book = TrainerBook(ConsumedRecord.from_bytes(record, settings) if isinstance(record, bytes) else record)
         wire = operator.wire_policy if wire is None else wire
         self._mesh = mesh
         self._step_records: StepRecords | None = None
@@ -603,7 +603,7 @@ class Batches:
         return None
 
 
-class Record:
+class TrainerBook:
     """What a trainer writes down: payloads that were consumed, those of accepted batches, and counters.
 
     Attributes:

@@ -30,8 +30,8 @@ from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousS
 
 from transport.adapters.torchrun.options import (
     BACKEND,
+    EndVerdict,
     Options,
-    Verdict,
     check_address,
     ended,
     exit_with,
@@ -214,7 +214,7 @@ class TransportRendezvousHandler(RendezvousHandler):  # type: ignore[misc]  # to
 
     def set_closed(self) -> None:
         """End the run as failed, since nothing proves that it is done."""
-        self._close(Verdict(reason=Reason.FAILURE, message="closed by set_closed()"))
+        self._close(EndVerdict(reason=Reason.FAILURE, message="closed by set_closed()"))
 
     def num_nodes_waiting(self) -> int:
         """1 when this agent's round is over: torch then stops the workers and calls `next_rendezvous`. Never waits."""
@@ -332,7 +332,7 @@ class TransportRendezvousHandler(RendezvousHandler):  # type: ignore[misc]  # to
         if code:
             exit_with(code, ended(self._options.run, closing, before=False))
 
-    def _close(self, result: Verdict) -> None:
+    def _close(self, result: EndVerdict) -> None:
         assert result.reason is not None
         try:
             self._member.close(result.reason, result.message)

@@ -247,7 +247,7 @@ def ended(run: str, closing: Closing, *, before: bool) -> str:
     return f"{line}. An ended run stays ended; give another --rdzv-id for a new one" if before else line
 
 
-class Verdict(NamedTuple):
+class EndVerdict(NamedTuple):
     """What the end of this agent means for the run."""
 
     done: bool = False  # its workers are done; the run's end is the agent's
@@ -255,16 +255,16 @@ class Verdict(NamedTuple):
     message: str = ""
 
 
-def verdict(failures: Mapping[int, int] | None, *, interrupted: bool, no_restart: int, host: str) -> Verdict:
+def verdict(failures: Mapping[int, int] | None, *, interrupted: bool, no_restart: int, host: str) -> EndVerdict:
     """``failures``: exit codes of failed workers by rank; None: none failed. ``interrupted``: by another error.
 
     An agent that fails for a reason of its own leaves, and a spare can replace it. An agent whose workers failed has no
     restarts left, which ends the run.
     """
     if failures is None:
-        return Verdict() if interrupted else Verdict(done=True)
+        return EndVerdict() if interrupted else EndVerdict(done=True)
     final = {rank: code for rank, code in failures.items() if code == no_restart}
     rank, code = next(iter({**final, **failures}.items()))
     reason = Reason.NO_RESTART if final else Reason.FAILURE
     what = f"signal {-code}" if code < 0 else f"exit code {code}"
-    return Verdict(reason=reason, message=f"worker of rank {rank} on {host} ended with {what}, no restart is left")
+    return EndVerdict(reason=reason, message=f"worker of rank {rank} on {host} ended with {what}, no restart is left")

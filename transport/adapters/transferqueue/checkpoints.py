@@ -52,7 +52,7 @@ def save(folder: Path, reader: Reader) -> None:
     """Write every slot that the saved controller knows.
 
     Raises:
-        Unread: a value cannot be read any more; nothing of this checkpoint counts.
+        UnreadValue: a value cannot be read any more; nothing of this checkpoint counts.
     """
     samples: dict[Identity, tuple[Place, set[int]]] = {}
     for known in _values(_state(folder / _STATE)):

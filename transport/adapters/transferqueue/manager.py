@@ -52,7 +52,7 @@ try:
     from transport.adapters.transferqueue import checkpoints
     from transport.adapters.transferqueue.gathering import Gathering
     from transport.adapters.transferqueue.packing import SAMPLES, Place, dense, pack
-    from transport.adapters.transferqueue.reader import Reader, Unread
+    from transport.adapters.transferqueue.reader import Reader, UnreadValue
     from transport.adapters.transferqueue.rings import Options, Rings, place_for
 except ImportError as error:
     raise MissingDependencyError(
@@ -196,12 +196,12 @@ class PayloadTransportStorageManager(StorageManager):  # type: ignore[misc]
         gathering = Gathering(size, {name: _hints(metadata, name) for name in names})
         try:
             self._reader.read(places.values(), lambda place, data: gathering.add(data, wanted[place.identity]))
-        except Unread as unread:
+        except UnreadValue as unread:
             which = {at for samples, _ in wanted[unread.place.identity].values() for at in samples}
             raise self._lost(unread, [metadata.global_indexes[at] for at in sorted(which)]) from unread.error
         return TensorDict(gathering.result(), batch_size=size)
 
-    def _lost(self, unread: Unread, samples: Sequence[int]) -> PayloadLostError:
+    def _lost(self, unread: UnreadValue, samples: Sequence[int]) -> PayloadLostError:
         shown = ", ".join(map(str, samples[:8])) + (f" and {len(samples) - 8} more" if len(samples) > 8 else "")
         if isinstance(unread.error, StaleSlotError):
             return PayloadLostError(
@@ -300,7 +300,7 @@ class PayloadTransportStorageManager(StorageManager):  # type: ignore[misc]
     def _save(self, folder: Path) -> None:
         try:
             checkpoints.save(folder, self._reader)
-        except Unread as unread:
+        except UnreadValue as unread:
             raise self._lost(unread, []) from unread.error
 
     async def load_checkpoint(self, checkpoint_dir: str) -> None:

@@ -33,7 +33,7 @@ class Reader:
     def read(self, places: Iterable[Place], use: Callable[[Place, Any], None]) -> None:
         """Call ``use`` with each place and its slot's bytes, which are there during the call only.
 
-        Raises `Unread`, whose cause is what a client's read raises.
+        Raises `UnreadValue`, whose cause is what a client's read raises.
         """
         elsewhere: dict[int, dict[Any, Place]] = defaultdict(dict)
         for place in places:
@@ -45,7 +45,7 @@ class Reader:
             try:
                 lease = ring.read_raw(ticket, place.row)
             except TransportError as error:
-                raise Unread(place, error) from error
+                raise UnreadValue(place, error) from error
             with lease:
                 use(place, lease.view)
         for rank, some in elsewhere.items():
@@ -54,14 +54,14 @@ class Reader:
     def _read_elsewhere(self, rank: int, places: dict[Any, Place], use: Callable[[Place, Any], None]) -> None:
         for place in places.values():
             if not place.address:
-                raise Unread(place, PayloadLostError("its ring is not on this host, and is not served to others"))
+                raise UnreadValue(place, PayloadLostError("its ring is not on this host, and is not served to others"))
         tickets = [place.ticket() for place in places.values()]
         for outcome in self._remote().read_many(tickets, rank=rank, timeout=self._options.timeout_s):
             ticket = outcome.ticket
             place = places[bytes.fromhex(ticket.ring), ticket.slot, ticket.generation]
             if outcome.payload is None:
                 assert outcome.error is not None
-                raise Unread(place, outcome.error) from outcome.error
+                raise UnreadValue(place, outcome.error) from outcome.error
             try:
                 use(place, outcome.payload.data)
             finally:
@@ -96,7 +96,7 @@ class Reader:
             client.close()
 
 
-class Unread(Exception):
+class UnreadValue(Exception):
     """Tells a manager which place could not be read; users see the error that it makes of it."""
 
     def __init__(self, place: Place, error: TransportError) -> None:

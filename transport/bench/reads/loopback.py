@@ -11,7 +11,7 @@ import msgspec
 from transport.bench.processes import Worker
 from transport.bench.reads.content import Tally
 from transport.bench.reads.reader import ON_DEVICE, Look, Portion, Reading, Timed
-from transport.bench.reads.writer import Batch, Writing
+from transport.bench.reads.writer import Writing, WrittenBatch
 from transport.bench.result import OURS, Case, Sample
 from transport.runtime.interruption import segment_prefix
 
@@ -90,7 +90,7 @@ def measure(case: Case, seconds: float) -> Sample:
 
 
 class Writer(Protocol):
-    """Who answers with a `Batch`: the writing process, or the way to one on another host."""
+    """Who answers with a `WrittenBatch`: the writing process, or the way to one on another host."""
 
     def ask(self, message: object) -> Any: ...
 
@@ -108,7 +108,9 @@ def measured(case: Case, seconds: float, writer: Writer) -> Sample:
         ]
         tally = Tally(seconds)
         while not tally.enough():
-            portion = Portion(tickets=msgspec.convert(writer.ask({}), Batch).tickets, concurrency=case.concurrency)
+            portion = Portion(
+                tickets=msgspec.convert(writer.ask({}), WrittenBatch).tickets, concurrency=case.concurrency
+            )
             for reader in readers:
                 reader.tell(portion)
             timed = [msgspec.convert(reader.answer(), Timed) for reader in readers]

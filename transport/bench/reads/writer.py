@@ -36,7 +36,7 @@ class Writing(msgspec.Struct, frozen=True, kw_only=True):
     reachable: bool = False
 
 
-class Batch(msgspec.Struct, frozen=True, kw_only=True):
+class WrittenBatch(msgspec.Struct, frozen=True, kw_only=True):
     """Tickets of a batch, as text. The listeners' processes are for who looks at their memory."""
 
     tickets: list[str]
@@ -44,7 +44,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write(job: Writing) -> None:
-    """Answer each line with a `Batch`; its payloads are numbered on from the last one's."""
+    """Answer each line with a `WrittenBatch`; its payloads are numbered on from the last one's."""
     content = Content(job.size_bytes)
     number = 0
     # A reader is lent half of a ring as views, and these hold all payloads of a batch until they are verified.
@@ -64,7 +64,7 @@ def write(job: Writing) -> None:
                 tickets.append(ticket.to_text())
                 number += 1
             listeners = [owner.pid for owner in ring.native.owners() if owner.alive and owner.port]
-            print(msgspec.json.encode(Batch(tickets=tickets, listeners=listeners)).decode(), flush=True)
+            print(msgspec.json.encode(WrittenBatch(tickets=tickets, listeners=listeners)).decode(), flush=True)
 
 
 if __name__ == "__main__":
