@@ -161,6 +161,7 @@ def test_a_group_that_is_too_old_is_dropped_and_counted_or_kept(ring: SharedRing
         trainer.version = 10
         assert learned(trainer, 1, dropped=lambda group, why: dropped.append((group.name, why))) == [[2] * 4]
         seen = trainer.statistics()
+        assert seen.consumed == 4
         assert (seen.stale, seen.steps, seen.lag, seen.groups["stale"], seen.groups["planned"]) == (4, 1, 1.0, 1, 1)
     assert dropped == [("old", "stale")]
 

@@ -157,6 +157,7 @@ class Learned:
         accepted: steps that are not consumed yet, by number.
         voted: numbers of those that this rank has consumed.
         given_out: numbers of those that are neither.
+        samples: of this rank, in steps that it has consumed.
         closed: the trainer is closed; with it end the records of a trainer without a mesh.
     """
 
@@ -165,6 +166,7 @@ class Learned:
         self.accepted: dict[int, Step] = {}
         self.voted: set[int] = set()
         self.given_out: set[int] = set()
+        self.samples = 0
         self.closed = False
 
     def has(self, number: int) -> bool:
@@ -271,8 +273,9 @@ class Steps:
             except CancelledError:
                 raise ClosedError("the trainer was closed meanwhile") from None
             except TimeoutError:
-                if self._planning.outcome is not None:
-                    self._planning.result()  # raises why nothing is planned
+                pass
+            if self._planning.outcome is not None:
+                self._planning.result()  # raises why nothing is planned
         self._reading = None
         self._counts.waited_s += time.monotonic() - begun
         if step is not None:
@@ -504,6 +507,7 @@ class Steps:
             raise PayloadLostError(f"step {step.number} is void by now, go back to the checkpoint: {why}")
         self._learned.given_out.discard(step.number)
         self._learned.voted.add(step.number)
+        self._learned.samples += sum(map(len, step))
         self._learned.accepted.pop(step.number, None)
         self._learned.note(self._learned.record, step, self._id)
 

@@ -528,7 +528,7 @@ class Trainer:
         book, counts, steps = self._book, self._counts, self._steps
         return TrainerStatistics(
             batches=book.batches,
-            consumed=book.consumed_count,
+            consumed=book.consumed_count + self._learned.samples,
             duplicates=book.duplicates,
             failed=book.failed + book.dropped,
             stale=counts.stale_samples,
