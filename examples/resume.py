@@ -97,10 +97,13 @@ def launch(folder: Path) -> None:
                 expected += 1
             else:  # its end would come before there is a trainer to hear of it
                 stack.close()
-        job = [subprocess.Popen([*program, "rollout", rings, str(number)]) for number in range(ROLLOUTS)]
-        job.append(subprocess.Popen([*program, "train", rings, f"{step} {expected}"]))
+        trainer = subprocess.Popen([*program, "train", rings, f"{step} {expected}"])
+        rollouts = [subprocess.Popen([*program, "rollout", rings, str(number)]) for number in range(ROLLOUTS)]
     # the end of the with has waited until the trainer has consumed what was restored
-    assert [process.wait() for process in job] == [0] * len(job)
+    if failed := trainer.wait():  # the rollouts would wait for it
+        for each in rollouts:
+            each.terminate()
+    assert [failed, *(each.wait() for each in rollouts)] == [0] * (1 + ROLLOUTS)
 
 
 def main(folder: Path) -> None:
