@@ -209,7 +209,7 @@ def test_why_no_place_can_be_reached_is_raised() -> None:
         Trainer(None, queue, client=ClientOptions(secret=b"no listener has it")) as trainer,
         pytest.raises(AuthenticationError),
     ):
-        trainer.take(1, 1.0)
+        trainer.take(1, LONG_S)
 
 
 # --- notices of one host -----------------------------------------------------------------------------

@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 from helpers import NETWORK_WIRE, Child, eventually, free
 from packers import Worker
+from patience import PATIENCE
 
 from transport.packer.options import RingOptions, ServerOptions
-from transport.settings import Settings
+from transport.settings import DEFAULTS
 from transport.store import SQLiteStore, Store
 
 pytestmark = [pytest.mark.ucx, pytest.mark.slow]
 both = pytest.mark.parametrize("wire", ["mapped", NETWORK_WIRE])
-LONG_S = 30.0
+LONG_S = 30.0 * PATIENCE
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ from transport import Trainer
 found = []
 with Trainer(rank=int(sys.argv[1])) as trainer:
     while len(found) < int(sys.argv[2]):
-        batch = trainer.take(5, 20.0)
+        batch = trainer.take(5, float(sys.argv[3]))
         steps = [int(payload["step"]) for payload in batch]
         batch.consume()
         found += [step for step, ours in zip(steps, batch.accepted.tolist()) if ours]
@@ -47,14 +48,14 @@ def test_independent_ranks_each_consume_every_payload_once(wire: str, monkeypatc
     worker = Worker()
     try:
         with contextlib.ExitStack() as stack:
-            ranks = [stack.enter_context(Child(RANK, rank, 40)) for rank in range(2)]
+            ranks = [stack.enter_context(Child(RANK, rank, 40, LONG_S)) for rank in range(2)]
             worker.setup_ucxx(
                 slots=8,
                 readers=2,
                 mode="thread",
                 ring=RingOptions(slot_bytes=4096),
                 server=ServerOptions(addresses=("127.0.0.1",)),
-                settings=Settings(),
+                settings=DEFAULTS,
             )
             for step in range(40):
                 worker.write_to_buffer({"step": np.int64(step)}, timeout_s=LONG_S)

@@ -27,9 +27,15 @@ def way(tmp_path_factory: Any) -> Iterator[Detour]:
 
 
 @pytest.fixture(params=["tcp", "tickets"])
-def run(request: pytest.FixtureRequest, way: Detour, tmp_path: Path) -> Iterator[Run]:
-    place = place_of(request.param)
-    with Run(place, detour=way) as run:
+def run(request: pytest.FixtureRequest) -> Iterator[Run]:
+    with Run(place_of(request.param)) as run:
+        yield run
+
+
+@pytest.fixture(params=["tcp", "tickets"])
+def held_up(request: pytest.FixtureRequest, way: Detour) -> Iterator[Run]:
+    """One whose messages can be held on their way."""
+    with Run(place_of(request.param), detour=way) as run:
         yield run
 
 
@@ -59,15 +65,15 @@ def test_a_listener_that_fails_between_claim_and_read(run: Run, how: signal.Sign
 
 
 @pytest.mark.nightly(keep=1)
-def test_a_listener_that_is_killed_in_the_middle_of_a_payload(run: Run, way: Detour) -> None:
-    numbers = run.publish(4)
-    with run.trainer(detour=way) as trainer:
+def test_a_listener_that_is_killed_in_the_middle_of_a_payload(held_up: Run, way: Detour) -> None:
+    numbers = held_up.publish(4)
+    with held_up.trainer(detour=way) as trainer:
         way.arm("hold", "to the trainer", middle(numbers[1]))
         trainer.begin("train", 4)
         way.wait()
-        os.kill(listener_of(run), signal.SIGKILL)
+        os.kill(listener_of(held_up), signal.SIGKILL)
         way.cut()
-        run.account(trainer.answer())
+        held_up.account(trainer.answer())
         trainer.end()
 
 
@@ -79,45 +85,45 @@ def test_a_listener_that_is_killed_while_a_demand_waits(run: Run) -> None:
     run.account(run.other.ask("train", 4))
 
 
-@pytest.mark.parametrize("run", ["tcp"], indirect=True)
-def test_a_trainer_that_is_killed_while_an_answer_with_claims_is_on_its_way(run: Run, way: Detour) -> None:
-    numbers = run.publish(4)
-    with run.trainer(detour=way) as victim:
+@pytest.mark.parametrize("held_up", ["tcp"], indirect=True)
+def test_a_trainer_that_is_killed_while_an_answer_with_claims_is_on_its_way(held_up: Run, way: Detour) -> None:
+    numbers = held_up.publish(4)
+    with held_up.trainer(detour=way) as victim:
         way.arm("hold", "to the trainer", middle(numbers[1]))
         victim.begin("take", 4)
         way.wait()  # claimed by the listener, and unknown to the trainer
         victim.kill()
     way.cut()
-    run.account(run.other.ask("train", 4))
+    held_up.account(held_up.other.ask("train", 4))
 
 
-@pytest.mark.parametrize("run", ["tcp"], indirect=True)
-def test_a_trainer_that_is_killed_before_it_hears_that_its_consume_was_accepted(run: Run, way: Detour) -> None:
+@pytest.mark.parametrize("held_up", ["tcp"], indirect=True)
+def test_a_trainer_that_is_killed_before_it_hears_that_its_consume_was_accepted(held_up: Run, way: Detour) -> None:
     """What was accepted counts as consumed: its trainer has trained on nothing that another one gets as well."""
-    run.publish(4)
-    with run.trainer(detour=way) as victim:
+    held_up.publish(4)
+    with held_up.trainer(detour=way) as victim:
         in_question = victim.ask("take", 4)
         way.arm("hold", "to the trainer")
         victim.begin("consume")
         way.wait()
-        run.wait_done(4)
+        held_up.wait_done(4)
         victim.kill()
     way.cut()
-    run.account(in_question)
+    held_up.account(in_question)
 
 
-@pytest.mark.parametrize("run", ["tcp"], indirect=True)
-def test_a_listener_that_is_killed_behind_a_consume_that_it_accepted(run: Run, way: Detour) -> None:
-    run.publish(4)
-    with run.trainer(detour=way) as trainer:
+@pytest.mark.parametrize("held_up", ["tcp"], indirect=True)
+def test_a_listener_that_is_killed_behind_a_consume_that_it_accepted(held_up: Run, way: Detour) -> None:
+    held_up.publish(4)
+    with held_up.trainer(detour=way) as trainer:
         trainer.ask("take", 4)
         way.arm("hold", "to the trainer")
         trainer.begin("consume")
         way.wait()
-        run.wait_done(4)
-        os.kill(listener_of(run), signal.SIGKILL)
+        held_up.wait_done(4)
+        os.kill(listener_of(held_up), signal.SIGKILL)
         way.cut()
-        run.account(trainer.answer())  # the next listener says that they are its own
+        held_up.account(trainer.answer())  # the next listener says that they are its own
         trainer.end()
 
 

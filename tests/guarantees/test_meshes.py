@@ -39,6 +39,11 @@ def test_ranks_that_are_killed_at_any_moment_learn_every_group_once(tmp_path: Pa
     killed(tmp_path, wires, seed=1, kills=4, of_all=1)
 
 
+@pytest.mark.verbs
+def test_ranks_that_are_killed_at_any_moment_learn_every_group_once_over_rdma(tmp_path: Path) -> None:
+    killed(tmp_path, "rdma", seed=1, kills=4, of_all=1, groups=40)
+
+
 def test_another_rank_plans_on_when_the_one_that_plans_is_killed(tmp_path: Path) -> None:
     killed(tmp_path, "mapped", seed=2, kills=3, of_all=0, planner_alone=True)
 

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 import pytest
 from loopback import EVERYWHERE, FAMILY, LOOPBACK
-from patience import PATIENCE
+from patience import ENVIRONMENT, PATIENCE
 
 from transport import SharedRingBuffer, SlotState, Ticket, UCXXServer
 from transport.schema import Schema
@@ -266,7 +266,7 @@ class Child:
         # what importing ucxx did to this process's environment is not meant for others
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("UCX")}
         path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-        own = {"PYTHONPATH": path, **(env or {})}
+        own = {"PYTHONPATH": path, **ENVIRONMENT, **(env or {})}
         words = [sys.executable, "-c", code, *map(str, arguments)]
         self.process = subprocess.Popen(
             words if host is None else host.command("env", *(f"{name}={value}" for name, value in own.items()), *words),

@@ -19,3 +19,5 @@ assert config.DEFAULTS is settings.DEFAULTS  # what operators set goes on from t
 settings.DEFAULTS = msgspec.structs.replace(
     config.DEFAULTS, **{name: getattr(settings.DEFAULTS, name) * PATIENCE for name in _TIMEOUTS}
 )
+# For programs that tests start, which have defaults of their own. Connecting may take as long as an answer.
+ENVIRONMENT = {"TRANSPORT_READ_TIMEOUT_S": str(settings.DEFAULTS.read_timeout_s)} if PATIENCE > 1 else {}

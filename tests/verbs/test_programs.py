@@ -20,6 +20,7 @@ from transport import Schema, SharedRingBuffer, UCXXServer
 
 pytestmark = [pytest.mark.verbs, pytest.mark.ucx, pytest.mark.slow]
 
+MIB = 1 << 20
 FEW = ("--sizes", "256KiB", "--concurrency", "1", "--seconds", "0.1", "--repetitions", "1")
 SERVE = "import sys; from transport.cli import run; sys.exit(run(['bench', 'serve', '--port', '0', *sys.argv[1:]]))"
 
@@ -70,14 +71,16 @@ def test_bench_job(there: SecondGuest) -> None:
     assert packets() > begun
 
 
-def test_bytes_of_a_payload_come_by_reads_of_the_device(there: SecondGuest) -> None:
-    """At 1 MiB: 256 packets of bytes, and few messages."""
-    command = [sys.executable, "benchmarks/rdma.py", "--sizes", "1MiB", "--seconds", "0.1", "--wires", "rdma"]
+@pytest.mark.parametrize("size", [65536, MIB])
+def test_bytes_of_a_payload_come_by_reads_of_the_device(there: SecondGuest, size: int) -> None:
+    """A packet for each 4 KiB, and no more messages than what asks for a payload and answers takes."""
+    command = [sys.executable, "benchmarks/rdma.py", "--sizes", f"{size}", "--seconds", "0.1", "--wires", "rdma"]
     shown = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-    figures = re.findall(r"^rdma .* packets ([\d.]+), messages ([\d.]+)", shown, re.MULTILINE)
-    assert len(figures) == 2
+    figures = re.findall(r"^(?:read|take) rdma .* packets ([\d.]+), messages ([\d.]+)", shown, re.MULTILINE)
+    assert len(figures) == 3, shown
     for packets_each, messages in figures:
-        assert float(packets_each) >= 256 > 8 * float(messages)
+        assert float(packets_each) >= size / 4096, shown
+        assert float(messages) < 8, shown
 
 
 @pytest.mark.parametrize("how", ["option", "variable"])

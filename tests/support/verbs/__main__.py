@@ -23,11 +23,15 @@ from tree import make_tree
 # Without KVM a guest is a tenth as fast as its host, which others may use as well.
 PATIENCE = {"kvm": 1, "tcg": 10}
 WATCHDOG_S = 120  # as in pyproject.toml
-# What runs, with the wires that clients of the tests may use. `auto` takes shared memory within a host: it is tried
-# between two of them, in tests/verbs.
+# What runs, with the wires that clients of the tests may use: what moves bytes, breaks while they move, or ends with a
+# process. What shows the same over every wire (supervisors, strangers, arguments, the phases of an update) is left to
+# `make pytest`. `auto` takes shared memory within a host: it is tried between two of them, in tests/verbs.
+_CLIENT = [f"tests/client/test_{name}.py" for name in ("client", "client_faults", "fields", "stalls")]
+_CLAIMS = [f"tests/claims/test_{name}.py" for name in ("take", "take_outcomes", "network", "found_groups")]
+_WEIGHTS = [f"tests/weights/test_{name}.py" for name in ("engine", "sharded", "sharded_delta")]
 ALL = {
-    "rdma": ["tests/verbs", *(f"tests/{room}" for room in ("client", "server", "claims", "weights", "guarantees"))],
-    "rdma,tcp": ["tests/client", "tests/claims"],
+    "rdma": ["tests/verbs", *_CLIENT, *_CLAIMS, "tests/server/test_server.py", *_WEIGHTS, "tests/guarantees"],
+    "rdma,tcp": [*_CLIENT[:2], "tests/claims/test_take.py"],
 }
 _CROSSING = "tests/verbs/test_two_hosts.py::test_payloads_cross_over_the_best_wire"
 FEW = {"rdma": ["tests/client/test_client.py", f"{_CROSSING}[from there-auto]", f"{_CROSSING}[from here-rdma]"]}
