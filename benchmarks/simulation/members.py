@@ -64,7 +64,7 @@ class Members:
         self.rng = random.Random(f"run {seed}")
         self.accounts = Accounts()
         self.rules = Rules(
-            least=plan.least, most=plan.members, lease_s=10.0, last_call_s=5.0, join_timeout_s=90.0, grow=True,
+            least=plan.least, most=plan.members, lease_s=10.0, last_call_s=5.0, join_timeout_s=90.0, grow=seed % 2 == 0,
             store_patience_s=60.0,
         )  # fmt: skip
         self.now = 1000.0
