@@ -58,6 +58,7 @@ from transport.ring.claiming import check_claim
 from transport.ring.consumers import check_consumer
 from transport.runtime import hurry, spans
 from transport.runtime.arguments import at_least, one_of, seconds
+from transport.runtime.error_text import error_text
 from transport.runtime.logs import SAY_AGAIN_S, LogLimit
 from transport.runtime.loop_thread import LoopThread
 from transport.schema import Schema
@@ -322,11 +323,11 @@ class Trainer:
                 if each.error.retryable:
                     log.warning("payload %s was not joined: %s", batch.name(at), each.error)
                     self._book.failed += 1
-                    part.drop(index, str(each.error), False, self._name, self._settings.backoff_most_s)
+                    part.drop(index, error_text(each.error), False, self._name, self._settings.backoff_most_s)
                 else:
                     for parent in each.parts:
                         parent.ack(self._client)
-                    self._discard(part, index, str(each.error))
+                    self._discard(part, index, error_text(each.error))
         return len(batch.joined) == len(which)
 
     def _end_parts(self, part: Claimed, at: int) -> None:
@@ -344,7 +345,7 @@ class Trainer:
                     ticket = Ticket.decode(part.note(at))
                     ticket.layout(ticket.schema or self._schemas.get(ticket.schema_fingerprint))
                 except TransportError as error:
-                    self._discard(part, at, f"{type(error).__name__}: {error}")
+                    self._discard(part, at, error_text(error))
 
     def _discard(self, part: Claimed, at: int, why: str) -> None:
         if (before := self._discards.due()) is not None:
