@@ -345,7 +345,11 @@ docs: $(VENV)/installed ## run the code blocks of the documentation
 
 site: $(VENV)/installed ## docs/ as a site with search in build/site; a link that leads nowhere fails
 	@NO_MKDOCS_2_WARNING=1 $(WAITING) "the site" 10 $(BIN)/python -m mkdocs build --strict --quiet
-	@echo "build/site/index.html"
+	@echo "build/site/index.html; make site-serve has the search, too"
+
+.PHONY: site-serve
+site-serve: site ## the site at http://127.0.0.1:8000, until Ctrl-C
+	@$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site 8000
 
 clean: ## remove .venv, builds and caches
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

@@ -38,8 +38,21 @@ def _on_the_site(path: str) -> str | None:
     return path.removeprefix("docs/") if path.startswith("docs/") else None
 
 
-def _relinked(text: str, folder: str) -> str:
-    """Links of a page in ``folder`` of the repository as links of the site; what is not on it becomes plain text."""
+def _titles(nav: Any) -> dict[str, str]:
+    """Return the title of each page of the navigation."""
+    if isinstance(nav, list):
+        return {page: title for each in nav for page, title in _titles(each).items()}
+    found: dict[str, str] = {}
+    for title, below in nav.items():
+        found |= {below: title} if isinstance(below, str) else _titles(below)
+    return found
+
+
+def _relinked(text: str, folder: str, titles: dict[str, str]) -> str:
+    """Write the links of a page in ``folder`` of the repository as links of the site; others become plain text.
+
+    Where a link's text is the name of a file, the page's title stands there.
+    """
 
     up = "../" * (len(PurePosixPath(folder).parts) - 1) if folder.startswith("docs/") else ""
 
@@ -56,7 +69,8 @@ def _relinked(text: str, folder: str) -> str:
         page = _on_the_site("/".join(parts))
         if page is None:
             return words if mark == "" and "`" in words else f"{words} (`{'/'.join(parts)}`)"
-        return f"{mark}[{words}]({up}{page}{anchor or ''})"
+        named = words in (target, PurePosixPath(target).name)
+        return f"{mark}[{titles.get(page, words) if named else words}]({up}{page}{anchor or ''})"
 
     return _LINK.sub(link, text)
 
@@ -73,7 +87,7 @@ def _further_names() -> list[str]:
 def on_files(files: Any, config: Any) -> Any:
     """Adds the pages that stand outside of docs/."""
     for source, page in PAGES.items():
-        text = _relinked((ROOT / source).read_text("utf-8"), str(PurePosixPath(source).parent))
+        text = _relinked((ROOT / source).read_text("utf-8"), str(PurePosixPath(source).parent), _titles(config.nav))
         text = f"{_WIDE}{text}" if page == "index.md" else text
         files.append(File.generated(config, page, content=text))
     names = "\n\n".join(f"::: {name}" for name in (*DOCUMENTED, *_further_names()))
@@ -85,4 +99,4 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Links out of docs/ lead to their page of the site."""
     if page.file.src_uri in (*PAGES.values(), "reference.md"):
         return markdown
-    return _relinked(markdown, str(PurePosixPath("docs", page.file.src_uri).parent))
+    return _relinked(markdown, str(PurePosixPath("docs", page.file.src_uri).parent), _titles(config.nav))
