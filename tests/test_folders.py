@@ -40,10 +40,10 @@ def test_without_a_home_each_use_of_it_says_what_to_give(homeless: None, monkeyp
 
 def test_a_working_folder_that_is_gone_has_no_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     named = tmp_path / "named.toml"
-    named.write_text("ack_delay_s = 0.006\n")
+    named.write_text("read_timeout_s = 19.0\n")
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)
     shutil.rmtree(gone)
     assert load({}).configuration == load({}, folder=tmp_path).configuration
-    assert load({"TRANSPORT_CONFIG": os.fspath(named)}).configuration.ack_delay_s == 0.006
+    assert load({"TRANSPORT_CONFIG": os.fspath(named)}).configuration.read_timeout_s == 19.0

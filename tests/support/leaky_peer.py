@@ -7,8 +7,6 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
-from loopback import LOOPBACK, listening
-
 LOST = 21
 TWICE = 23
 
@@ -17,7 +15,7 @@ class Writer:
     helpers: Sequence[int] = ()
 
     def __init__(self, job: Any) -> None:
-        self._listener = listening()
+        self._listener = socket.create_server(("127.0.0.1", 0))
         self._connection: socket.socket | None = None
         self._number = 0
         self.address = str(self._listener.getsockname()[1])
@@ -42,7 +40,7 @@ class Writer:
 class Trainer:
     def __init__(self, job: Any) -> None:
         self._size = job.size_bytes
-        self._socket = socket.create_connection((LOOPBACK, int(job.addresses[0])))
+        self._socket = socket.create_connection(("127.0.0.1", int(job.addresses[0])))
 
     def claim(self, n: int, timeout_s: float) -> bytes | None:
         if not select.select([self._socket], [], [], timeout_s)[0]:

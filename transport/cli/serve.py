@@ -14,7 +14,6 @@ import typer
 
 from transport.cli.output import JsonTarget
 from transport.errors import UsageError
-from transport.wire.addresses import host_port
 
 if TYPE_CHECKING:
     from transport.ring.buffer import SharedRingBuffer
@@ -38,6 +37,8 @@ class Serving(msgspec.Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         """One line: the addresses of the listeners, and the segment that writers attach to."""
+        from transport.wire.addresses import host_port
+
         where = " ".join(host_port(self.addresses[0], port) for port in self.ports)
         metrics = f" metrics {self.metrics_port}" if self.metrics_port is not None else ""
         return f"{where} segment {self.segment} {self.slots} slots of {self.slot_bytes} bytes{metrics}"
