@@ -78,7 +78,7 @@ def kill_at(run: MeshRun, point: str, victims: str, chances: random.Random) -> N
 
 @needs_redis
 @pytest.mark.skipif(bool(why_not()), reason=f"two hosts are not tested: {why_not()}")
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly  # a case takes minutes
 @pytest.mark.parametrize("victims", ["planner", "other", "all"])
 @pytest.mark.parametrize("wires", ["mapped,tcp", "tcp"])
 @pytest.mark.timeout(900)
