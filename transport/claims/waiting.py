@@ -63,7 +63,7 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
         silent_s: seconds since its last sign of life.
         left_s: seconds until its claims end unless it is heard; None: they last as long as it lives.
         suspended: by a signal, as the kernel says.
-        dead: whoever claims next has what it held.
+        dead: whether the process has ended; the next trainer that claims gets its payloads.
     """
 
     ring: str

@@ -363,9 +363,9 @@ class UCXXRolloutMixin(WithBlock):
     def returned(self) -> list[str]:
         """Return the groups that a trainer has returned since the last call: too old, to be made again.
 
-        With ``Trainer.steps(stale="return")``. Each rollout that has written samples of such a group is told. A ring
-        remembers its last 256 samples that were not trained on: ask once for each group that is written. A rollout that
-        takes its ring over is told again.
+        With ``Trainer.steps(stale="return")``. Every rollout with samples of such a group gets its name. A ring
+        remembers its last 256 samples that were not trained on: ask once for each group that is written. After a
+        take-over of the ring the names come anew, also those of groups that were made again before.
         """
         ends = sorted(self.ring.native.failures(), key=lambda end: end[-1])
         found = {(rank, sequence): returned_group(reason) for _, _, rank, *_, reason, _, sequence in ends}

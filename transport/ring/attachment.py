@@ -119,7 +119,7 @@ def random_name(prefix: str) -> str:
     return f"{_BEGINNING}{prefix}{secrets.token_hex(8)}"
 
 
-@functools.lru_cache(maxsize=4096)  # whoever follows a run looks at all names of the host again and again
+@functools.lru_cache(maxsize=4096)  # each look at a run asks this of every name in /dev/shm
 def belongs(name: str, prefix: str) -> bool:
     """Whether a ring of this name is one of ``prefix``.
 

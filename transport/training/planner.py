@@ -52,7 +52,7 @@ class StepTerms(msgspec.Struct, frozen=True, kw_only=True):
         choose: tells of a complete group whether it is trained on; what it refuses is consumed, and not told.
         incomplete: what becomes of a group that will not complete.
         group_timeout_s: after which an open group does not wait for more samples; None: for ever.
-        dropped: is told of each group that no step gets, and the reason; called in the planner's thread.
+        dropped: function of a group that no step gets, and the reason; called in the planner's thread.
         stale: what becomes of a group with a sample that is older than the trainer's ``max_age``.
         tail: what becomes of the last groups, where they are fewer than ``groups``.
         expected_rollouts: how many rollouts have to end before the data has ended; None: those that were seen.
