@@ -70,6 +70,7 @@ BATCH, EVERY, SLOTS = 8, 5, 24
 RUN: Final = "ledger"
 _LIFE_S: Final = 120.0
 _MOST_RINGS: Final = 4
+_TRAINED: Final = "trained on everything"
 _FIRST_PORT: Final = 7001
 _LINE_BYTES: Final = 1000  # of a report, which a pipe takes as a whole
 
@@ -92,6 +93,7 @@ class Job(NamedTuple):
     hosts: Sequence[Host]  # the first has the trainer, the others the rings; none: all on this host
     journal: mmap.mmap
     restored: mmap.mmap  # a byte for each rollout, which is 1 when what its rings are to hold is there
+    doomed: mmap.mmap  # one byte: whether this life is to be killed, and so comes to no end of its own
 
     @property
     def destination(self) -> str:
@@ -296,6 +298,9 @@ def train(life: Life) -> None:
             beside_files(life, trainer, step, ledger)
         else:
             with_snapshots(life, trainer, step, ledger, before)
+    life.say(_TRAINED)
+    while job.doomed[0]:
+        time.sleep(0.01)  # the kill is on its way
     write_whole(job.final, [json.dumps(ledger).encode()])
 
 
@@ -463,7 +468,10 @@ def kill(job: Job, pids: Sequence[int], rng: random.Random) -> None:
 
 
 class Plan(NamedTuple):
-    """When a life is killed: ``delay_s`` after the ``nth`` line that begins so ("": after its start)."""
+    """When a life is killed: ``delay_s`` after the ``nth`` line that begins so ("": after its start).
+
+    A life that has trained on everything by then is killed there, before its end is known.
+    """
 
     event: str
     nth: int
@@ -489,7 +497,7 @@ def run_life(job: Job, rings: int, plan: Plan | None, rng: random.Random) -> str
     job.restored[:] = bytes(_MOST_RINGS)
     if job.way == "snapshot":
         job.journal[:] = bytes(job.payloads)
-    job.final.unlink(missing_ok=True)  # of a life that was killed behind its end: this one goes on from a checkpoint
+    job.doomed[:] = bytes([plan is not None])
     reading, writing = os.pipe()
     with contextlib.ExitStack() as stack:
         for host in job.hosts:
@@ -540,6 +548,8 @@ def watched(reading: int, plan: Plan | None) -> str:
         for line in lines:
             if line.startswith(b"failed"):
                 return line.decode()
+            if plan is not None and line == _TRAINED.encode():
+                return "killed"
             seen += plan is not None and bool(plan.event) and line.startswith(plan.event.encode())
         if plan is not None and plan.event and seen >= plan.nth and kill_at == float("inf"):
             kill_at = time.monotonic() + plan.delay_s
@@ -551,7 +561,7 @@ def run_seed(seed: int, folder: Path, chosen: argparse.Namespace, hosts: Sequenc
     payloads = chosen.payloads
     job = Job(
         folder, payloads, chosen.size, chosen.way, rng.choice(("never", "never", "publish")), hosts,
-        mmap.mmap(-1, payloads), mmap.mmap(-1, _MOST_RINGS),
+        mmap.mmap(-1, payloads), mmap.mmap(-1, _MOST_RINGS), mmap.mmap(-1, 1),
     )  # fmt: skip
     Path(job.destination).mkdir(parents=True)
     lives, planned = 0, chosen.kills if chosen.only else rng.randint(1, chosen.kills)

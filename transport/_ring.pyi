@@ -452,16 +452,24 @@ RECEIVED_ROWS: tuple[str, ...]
 TAKEN_FIELDS: tuple[tuple[str, str], ...]
 """Name and numpy format of each field of a payload's row in the answer to TAKE, without gaps between them."""
 
-@final
 class ReceivedPayloads:
-    """Payloads in this process's own memory, for batches; says nothing about claims.
+    """Payloads in this process's own memory, for batches; says nothing about claims."""
 
-    ``memory`` are pieces; ``rows`` are RECEIVED_ROWS, a row of 64-bit numbers for each, contiguous: where payloads and
-    their tickets lie in the pieces, the checksum, and 1 where it need not be compared any more.
-    """
-
-    def __init__(self, memory: list[Any], rows: Any) -> None: ...
+    @overload
+    def __init__(self, memory: list[Any], rows: Any, columns: Any) -> None:
+        """Payloads in pieces of memory. ``rows`` are RECEIVED_ROWS, a row of 64-bit numbers for each, contiguous: where
+        payloads and their tickets lie, the checksum, and 1 where it need not be compared any more; ``columns`` are
+        BATCH_COLUMNS."""
+    @overload
+    def __init__(self, answer: Any, count: int, own: dict[int, Any] | None) -> None:
+        """The payloads of an answer to a TAKE that was found to fit, verified; ``own``: by position, memory of those
+        that did not come with it; None: no bytes were asked for."""
+    @overload
+    def __init__(self, other: ReceivedPayloads, count: int) -> None:
+        """The first payloads of another one, which has the others from here on."""
     def __len__(self) -> int: ...
+    def columns(self, out: Any) -> None:
+        """As `ClaimedBatch.columns`."""
     def strange(self, fingerprint: str) -> list[int]:
         """As `ClaimedBatch.strange`."""
     def empty(self) -> list[int]:
@@ -474,7 +482,7 @@ class ReceivedPayloads:
         """As `ClaimedBatch.gather`."""
     def verify(self) -> list[int]:
         """The payloads whose checksum is wrong."""
-    def drop(self, index: int) -> None:
+    def leave(self, index: int) -> None:
         """The payload leaves the batch."""
     def marked(self, text: bytes) -> list[int]:
         """As `ClaimedBatch.marked`."""

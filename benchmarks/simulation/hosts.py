@@ -175,6 +175,7 @@ class SimWorker:
     def __init__(self, *_: Any, **__: Any) -> None:
         self.loop = asyncio.get_running_loop()
         self.engine = self
+        self.armed = True
         self.abandoned = 0
         self.device_memory = self.retired = False
         self.network, self.endpoints = Network.now(), ()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import members
@@ -11,7 +10,7 @@ import numpy as np
 from plans import Plan
 from tickets import Tickets
 
-from transport.claims.batch import OUT_OF_REACH, ClaimedRows, _when_done
+from transport.claims.batch import OUT_OF_REACH, ClaimedRows, Verdict
 from transport.claims.connection import ClaimConnection, ClaimConnections
 from transport.claims.outcomes import Outcomes
 from transport.claims.takers import Takers
@@ -177,29 +176,10 @@ def _ended_again() -> None:
     Coordinator.superseded = superseded  # type: ignore[method-assign]
 
 
-def _question_cancelled() -> None:
-    original = ClaimedRows.end
-
-    def end(self: Any, positions: Any, end: Any) -> Any:
-        answered = original(self, positions, end)
-        asked = list(self.asking)
-
-        def over(_: Any) -> None:
-            for task in asked * answered.cancelled():
-                task.cancel()
-
-        answered.add_done_callback(over)
-        return answered
-
-    ClaimedRows.end = end  # type: ignore[method-assign]
-
-
 def _asked_anew() -> None:
-    def end(self: Any, positions: Any, end: Any) -> Any:
-        answered = self.connection.loop.create_future()
-        asked = list(self._ask(positions, end))
-        _when_done(asked, partial(self._tell, asked, positions, end, answered))
-        return answered
+    def end(self: Any, positions: Any, end: Any) -> None:
+        self.verdicts[positions] = Verdict.ASKED
+        self.soon(self.connection.end, self, positions, end, False)
 
     ClaimedRows.end = end  # type: ignore[method-assign]
 
@@ -315,7 +295,6 @@ PLANTS = {
     "unfenced-round": Plant("a round is written over one that was not seen", _unfenced_store, members=True),
     "elected-by-arrival": Plant("who is elected depends on the order of arrival", _elected_by_arrival, members=True),
     "ended-again": Plant("a second coordinator writes over an epoch's end", _ended_again, members=True),
-    "cancelled-question": Plant("with an interrupted call its question to the ring ends", _question_cancelled, RINGS),
     "asked-anew": Plant("a call that is repeated asks the ring again, and has another answer", _asked_anew, RINGS),
     "end-asked-as-finish": Plant("of an END without an answer is asked as of a FINISH", _end_asked_as_finish, RINGS),
     "out-of-reach-is-refused": Plant(

@@ -33,6 +33,7 @@ _INTERRUPTED: Final = 0.25  # of calls
 _ELSE: Final = 0.3  # of interrupted calls are followed by one for another end
 _LEFT: Final = 0.1  # of interrupted calls are not made again, and their claims are dropped
 _AGAIN: Final = 0.1  # of claims that have ended are ended once more
+_LOOK_S: Final = 0.001  # between two looks for an answer
 _AGAIN_S: Final = 15.0  # between two questions about the same claim
 _AT_ONCE: Final = 0.3  # of these are two
 _ENDS: Final = (Verdict.CONSUMED, Verdict.GIVEN_BACK, Verdict.DEAD, Verdict.AGED)
@@ -142,7 +143,6 @@ class RingTrainer(TrainerProcess):
     # --- work -------------------------------------------------------------------------------------------
     async def _work(self) -> None:
         while (source := self.source) is not None:
-            source.want(0, BATCH, None)
             self._came.clear()
             if not await self._batch(source):
                 with contextlib.suppress(TimeoutError):  # who waits asks again, as `FoundRings.take_parts`
@@ -272,7 +272,11 @@ class RingTrainer(TrainerProcess):
 
 
 async def _end_all(groups: Mapping[ClaimedRows, list[int]], end: End) -> None:
-    await asyncio.gather(*(claims.end(np.asarray(positions, np.intp), end) for claims, positions in groups.items()))
+    for claims, positions in groups.items():
+        claims.end(np.asarray(positions, np.intp), end)
+    for claims, positions in groups.items():
+        while not claims.answered(np.asarray(positions, np.intp)):  # noqa: ASYNC110  # in simulated time
+            await asyncio.sleep(_LOOK_S)
 
 
 def _payload(claim: Held) -> tuple[str, int, int]:

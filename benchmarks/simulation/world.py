@@ -295,7 +295,7 @@ class World:
         most = takers.ahead + len(takers._places) * takers.most
         if takers.unused + takers.demanded > most:
             raise Violation(f"{trainer.name} hoards: {takers.unused} unused, {takers.demanded} asked for, of {most}")
-        lying = sum(len(batch) for batch in of.came if not batch.lost)
+        lying = sum(len(part) for part in of.came if not part.claims.connection.lost)
         if lying > most:
             raise Violation(f"{trainer.name} hoards: {lying} lie unused, of {most}")
         claimed = trainer.source.depth(0, set())["claimed"]

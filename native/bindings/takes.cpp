@@ -33,30 +33,23 @@ std::uint32_t take(Link& link, nb::handle token, nb::handle memory, std::uint32_
                    {place.data, place.size, std::move(place.keep)});
 }
 
-// Of an answer that was found to fit: its rows; where each ticket begins and, behind these, where each joined payload
-// does; whether all are joined.
+// Of an answer that was found to fit: its rows, where each ticket begins, and whether all payloads are joined.
 nb::tuple taken(nb::handle memory, std::size_t count) {
   const BufferView view(memory, false);
   const std::size_t head = sizeof(Header) + count * sizeof(Taken);
   if (count > kMostTaken || view.size() < head) throw nb::value_error("no answer has so many payloads");
   const auto* const message = view.data();
-  std::vector<std::uint64_t> places(2 * count);
+  std::vector<std::uint64_t> notes;
   std::uint64_t at_bytes = head;
-  for (std::size_t at = 0; at < count; ++at) {
-    places[at] = at_bytes;
-    at_bytes += taken_at(message, at).note_bytes;
-  }
-  at_bytes = aligned_taken(at_bytes);
   bool whole = true;
   for (std::size_t at = 0; at < count; ++at) {
     const Taken one = taken_at(message, at);
-    const bool joined = (one.flags & kJoined) != 0;
-    places[count + at] = at_bytes;
-    if (joined) at_bytes += aligned_taken(one.length);
-    whole = whole && joined;
+    notes.push_back(at_bytes);
+    at_bytes += one.note_bytes;
+    whole = whole && (one.flags & kJoined) != 0;
   }
   return nb::make_tuple(nb::bytes(message + sizeof(Header), count * sizeof(Taken)),
-                        nb::bytes(places.data(), places.size() * sizeof(std::uint64_t)), whole);
+                        nb::bytes(notes.data(), notes.size() * sizeof(std::uint64_t)), whole);
 }
 
 // `rows` are as in the answers to TAKE: Taken, one behind the other.

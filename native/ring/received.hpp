@@ -119,6 +119,18 @@ class Received {
     return wrong;
   }
 
+  // The first payloads leave, to be had by another.
+  std::vector<ReceivedPayload> take(std::size_t count) {
+    const Busy busy(busy_);
+    if (count > payloads_.size()) fail(Fault::argument, "no such payload in the batch");
+    const auto end = payloads_.begin() + static_cast<std::ptrdiff_t>(count);
+    std::vector<ReceivedPayload> taken(payloads_.begin(), end);
+    payloads_.erase(payloads_.begin(), end);
+    lengths_.clear();
+    counted_ = 0;
+    return taken;
+  }
+
   void gone(std::size_t index) { payloads_[index].gone = true; }
   void require_idle() const {
     if (busy_) fail(Fault::argument, "another thread is gathering this batch");

@@ -19,9 +19,10 @@ from scripted_peer import BUSY, LARGE, TCP, Peer, Stage, ack, read
 from takes import LONG_S, SLOTS, addresses, connected, consume, contents, depth, ended, link_of, remote, seen, take
 
 from transport import SharedRingBuffer, UCXXClient, UCXXServer
-from transport.claims.batch import End, TakenBatch, Verdict
+from transport.claims.batch import ClaimedRows, End, Verdict
 from transport.claims.demands import Demands
 from transport.claims.places import RingAddress
+from transport.claims.taken_part import TakenPart
 from transport.errors import (
     BusyError,
     ClosedError,
@@ -52,7 +53,7 @@ async def test_what_is_ready_comes_with_one_answer_oldest_first_and_is_consumed_
             assert [payload.ticket for payload in seen(batch)] == tickets
             assert [payload.encoded for payload in seen(batch)] == [ticket.encode() for ticket in tickets]
             assert [(payload.attempts, payload.policy_version) for payload in seen(batch)] == [(1, None)] * 5
-            assert (batch.nbytes, batch.ring, depth(ring)) == (5130, ring.ring_id, (0, 5))
+            assert (sum(batch.rows["length"].tolist()), batch.ring, depth(ring)) == (5130, ring.ring_id, (0, 5))
             assert len(await take(client, address, 20)) == 0
             for _ in range(2):
                 assert (await consume(batch)).tolist() == [True] * 5
@@ -321,9 +322,9 @@ async def test_demands_ask_another_connection_once_one_is_spent_and_end_both(
     monkeypatch.setattr("transport.claims.connection._SPENT", 1)
     for number in range(3):
         ring.write_raw(bytes([number]))
-    came: list[TakenBatch] = []
+    came: list[TakenPart] = []
 
-    def arrived(batch: TakenBatch) -> None:
+    def arrived(batch: TakenPart) -> None:
         came.append(batch)
         asyncio.get_running_loop().call_soon(lambda: demands.given(batch.claims, 1))
 
@@ -469,7 +470,7 @@ def reasons(ring: SharedRingBuffer) -> list[tuple[str, str, str]]:
     return [(how, reason, consumer) for *_, how, reason, consumer, _ in ring.native.failures()]
 
 
-async def taken(client: UCXXClient, stage: Stage, n: int) -> TakenBatch:
+async def taken(client: UCXXClient, stage: Stage, n: int) -> TakenPart:
     return await take(client, f"127.0.0.1:{stage.port}", n, wait_s=LONG_S)
 
 
@@ -688,5 +689,7 @@ async def test_a_claim_of_another_connection_cannot_be_ended(ring: SharedRingBuf
         batch = await taken(client, stage, 1)
         ring.write_raw(b"its own")
         other = link_of(await taken(stranger, stage, 1))
-        assert await other.end(batch.rows, End(Verdict.DISCARDED, "not mine", "x"), False) == [1]
+        strange = ClaimedRows(other, batch.rows, 0, {})
+        strange.end(np.arange(1), End(Verdict.DISCARDED, "not mine", "x"))
+        await until(lambda: strange.verdicts.tolist() == [Verdict.REFUSED], "it is refused")
         assert (await consume(batch)).tolist() == [True]

@@ -18,7 +18,7 @@ from scripted_peer import LARGE, Peer, Stage
 from takes import consume, contents, seen
 
 from transport import Schema, SharedRingBuffer, UpTo
-from transport.claims.batch import CONSUME, TAKEN, End, TakenBatch, Verdict
+from transport.claims.batch import CONSUME, TAKEN, End, Verdict
 from transport.claims.connection import ClaimConnection, ClaimConnections
 from transport.claims.outcomes import Outcomes
 from transport.claims.taken_part import TakenPart
@@ -64,7 +64,7 @@ def answered(
     return bytes(sealed(bytearray(head.ljust(aligned(len(head)), b"\0") if payloads else head))) + payloads
 
 
-async def taken(listener: ScriptedListener, message: bytes, most: int = 4) -> TakenBatch:
+async def taken(listener: ScriptedListener, message: bytes, most: int = 4) -> TakenPart:
     """What a client makes of this answer. A listener that is asked for more goes away."""
     link, side = await listener.linked()
     connections = ClaimConnections(listener, DEFAULTS, BufferPool(), {})  # type: ignore[arg-type]
@@ -130,7 +130,7 @@ async def test_a_payload_to_be_read_apart_whose_ticket_cannot_be_decoded_has_no_
         assert contents(batch) == [b"one", b""]
         with pytest.raises(TicketError):
             _ = seen(batch)[1].ticket
-        assert 1 in TakenPart(batch).measure(fields_of(SCHEMA), np.empty((2, 1), np.int64))  # not in a batch in place
+        assert 1 in batch.measure(fields_of(SCHEMA), np.empty((2, 1), np.int64))  # not in a batch in place
 
 
 class OnlyPort(ScriptedListener):
@@ -142,7 +142,7 @@ class OnlyPort(ScriptedListener):
         raise UnreachableError(f"nobody asks {port} about {ring}")
 
 
-async def two_taken(connection: ClaimConnection, side: Side) -> TakenBatch:
+async def two_taken(connection: ClaimConnection, side: Side) -> TakenPart:
     """What a demand brings that the scripted listener answers with two payloads."""
     _, taken = connection.demand(2, most_bytes=200, verify=False)
     number, _ = await side.asked()
@@ -166,13 +166,13 @@ async def test_an_answer_with_more_or_fewer_codes_than_claims_were_ended_ends_th
         connections = ClaimConnections(listener, DEFAULTS, BufferPool(), {})  # type: ignore[arg-type]
         connection = ClaimConnection(link, connections)
         batch = await two_taken(connection, side)
-        ending = batch.claims.end(batch.positions, end)
+        batch.claims.end(batch.positions, end)
         number, records = await side.asked()
         assert len(records) == 2
         await side.status(number, *(Answer(0, at) for at in range(codes)))
-        await ending
+        await until(lambda: batch.claims.answered(batch.positions), "the claims have ended")
         assert connection.lost
-        assert batch.verdicts().tolist() == [verdict] * 2
+        assert batch.claims.verdicts[batch.positions].tolist() == [verdict] * 2
         connections.close()
 
 

@@ -86,7 +86,6 @@ def test_four_full_rings_bring_full_batches_and_take_turns() -> None:
         place, count = came.popleft()
         sizes.append((place, count))
         takers.used(place, count)
-        takers.ended(place, count)
     assert {count for _, count in sizes[4:]} == {32}
     assert all({place for place, _ in sizes[at : at + 4]} == set("abcd") for at in range(4, 196, 4))
 
@@ -99,7 +98,7 @@ def test_more_places_than_payloads_are_wanted_are_all_asked() -> None:
     takers.answered("a", 0, full=False)
     takers.answered("c", 0, full=False)
     assert takers.step(0.0) == []
-    takers.ended("b", 1)
+    takers.used("b", 1)
     assert len(takers.step(0.0)) == 3
 
 
@@ -152,21 +151,20 @@ def test_a_place_that_is_lost_is_tried_again_after_a_pause_that_doubles() -> Non
     takers.step(0.0)
     takers.answered("a", 4, full=True)
     takers.lost("a", 1.0)
-    assert (takers.in_hand, takers.next_due(1.0)) == (0, 1.1)
+    assert (takers.unused, takers.next_due(1.0)) == (0, 1.1)
     assert takers.step(1.05) == []
     assert takers.step(1.1) == [Open("a")]
     takers.lost("a", 2.0)
     assert takers.next_due(2.0) == 2.2
 
 
-def test_a_place_that_vanishes_is_closed_when_nothing_of_it_is_in_hand() -> None:
+def test_a_place_that_vanishes_is_closed_when_it_has_no_demand() -> None:
     takers = opened(12, 4, "a", "b")
     takers.step(0.0)
     takers.answered("a", 2, full=False)
     takers.found(["b"])
-    assert Close("a") not in takers.step(0.0)
-    takers.ended("a", 2)
     assert Close("a") in takers.step(0.0)
+    takers.validate()
     takers.found([])
     assert [type(action) for action in takers.step(0.0)] == [CancelDemand]
     takers.answered("b", 0, full=False)
@@ -178,7 +176,7 @@ def test_a_trainer_that_completes_its_batch_is_not_starved_by_what_it_works_on()
     n, _ = asked(takers)["a"]
     takers.answered("a", n, full=True)
     takers.used("a", n)
-    assert (takers.in_hand, takers.unused) == (n, 0)
+    assert takers.unused == 0
     assert asked(takers) == {"a": (n, True)}
 
 
@@ -188,7 +186,7 @@ def test_a_place_that_refuses_a_demand_is_asked_again_after_a_pause_and_keeps_it
     takers.answered("a", 3, full=False)
     assert asked(takers, 1.0) == {"a": (4, True)}
     takers.refused("a", 1.0)
-    assert (takers.step(1.05), takers.next_due(1.05), takers.in_hand) == ([], 1.1, 3)
+    assert (takers.step(1.05), takers.next_due(1.05), takers.unused) == ([], 1.1, 3)
     assert asked(takers, 1.1) == {"a": (4, True)}
 
 
@@ -200,12 +198,12 @@ PLACES = ["a", "b", "c", "d", "e"]
     st.integers(1, 8),
     st.lists(st.tuples(st.integers(0, 5), st.sampled_from(PLACES), st.integers(0, 20))),
 )
-def test_what_is_in_hand_and_asked_for_is_bounded(most: int, places: int, events: list[tuple[int, str, int]]) -> None:
+def test_what_is_unused_and_asked_for_is_bounded(most: int, places: int, events: list[tuple[int, str, int]]) -> None:
     known = PLACES[:places]
     takers = Takers(3 * most, most, largest=256)
     takers.found(known)
     asked: dict[str, int] = {}
-    hand: dict[str, int] = {}
+    unused: dict[str, int] = {}
     opening: set[str] = set()
     now = 0.0
     for kind, place, number in events:
@@ -216,15 +214,15 @@ def test_what_is_in_hand_and_asked_for_is_bounded(most: int, places: int, events
         elif kind == 1 and place in asked:
             n = asked.pop(place)
             count = min(n, number)
-            hand[place] = hand.get(place, 0) + count
+            unused[place] = unused.get(place, 0) + count
             takers.answered(place, count, full=count == n)
-        elif kind == 2 and hand.get(place):
-            count = min(hand[place], number)
-            hand[place] -= count
-            takers.ended(place, count)
-        elif kind == 3 and (place in asked or place in hand):
+        elif kind == 2 and unused.get(place):
+            count = min(unused[place], number)
+            unused[place] -= count
+            takers.used(place, count)
+        elif kind == 3 and (place in asked or place in unused):
             asked.pop(place, None)
-            hand.pop(place, None)
+            unused.pop(place, None)
             takers.lost(place, now)
         for action in takers.step(now):
             if isinstance(action, Open):
@@ -233,15 +231,15 @@ def test_what_is_in_hand_and_asked_for_is_bounded(most: int, places: int, events
                 assert action.place not in asked
                 asked[action.place] = action.n
         assert takers.step(now) == []
-        assert takers.in_hand == sum(hand.values())
+        assert takers.unused == sum(unused.values())
         assert takers.demanded == sum(asked.values())
-        assert takers.in_hand + takers.demanded <= 3 * most + len(known)
+        assert takers.unused + takers.demanded <= 3 * most + len(known)
         if takers.unused == 0 and not asked and not opening:  # it waits for something, be it the end of a pause
             assert takers.next_due(now) is not None
 
 
 def cost_of_an_event(places: int) -> int:
-    """With so many places, all of which are asked: an answer, its use and its end, and a connection that breaks."""
+    """With so many places, all of which are asked: an answer, its use, and a connection that breaks."""
     takers = opened(24, 8, *(f"{at:05}" for at in range(places)))
     takers.step(0.0)
 
@@ -250,7 +248,6 @@ def cost_of_an_event(places: int) -> int:
         takers.step(1.0)
         takers.used("00000", 1)
         takers.step(1.0)
-        takers.ended("00000", 1)
         takers.lost("00001", 1.0)
         takers.step(1.0)
         assert takers.next_due(1.0) == 1.1

@@ -37,7 +37,7 @@ def jobs(*arguments: str) -> list[dict[str, Any]]:
 def test_a_job_killed_whole_is_restored_with_other_rings_and_trains_on_each_once(seed: int) -> None:
     count = 2 if seed == 1 else 30
     rows = jobs("--first", str(seed), "--seeds", str(count), "--payloads", "300")
-    assert any(row["kills"] for row in rows)  # a job on a fast machine may end before the instant of its kill
+    assert all(row["kills"] for row in rows)
     assert [(row["lost"], row["twice"], row["problem"]) for row in rows] == [(0, 0, "")] * count
 
 
@@ -53,7 +53,7 @@ def test_a_job_killed_whole_is_restored_with_other_rings_and_trains_on_each_once
 )
 def test_a_job_killed_whole_goes_on_over_files_and_on_several_hosts(way: str, hosts: int, count: int) -> None:
     rows = jobs("--way", way, "--hosts", str(hosts), "--seeds", str(count), "--payloads", "300")
-    assert any(row["kills"] for row in rows)  # a job on a fast machine may end before the instant of its kill
+    assert all(row["kills"] for row in rows)
     assert [(row["lost"], row["twice"], row["problem"]) for row in rows] == [(0, 0, "")] * count
 
 

@@ -13,12 +13,13 @@ from transport.ring.batch_shape import fields_of
 from transport.schema import UpTo
 
 SCHEMA = Schema.of(x=("uint8", UpTo(1 << 20)), y=("int64",))
+COLUMNS = np.arange(len(_ring.BATCH_COLUMNS))[:, np.newaxis]
 
 
 def made(payload: bytes, note: bytes, **changed: int) -> _ring.ReceivedPayloads:
     row = dict(zip(_ring.RECEIVED_ROWS, (0, 0, len(payload), 1, 0, len(note), _ring.checksum(payload), 0), strict=True))
     rows = np.array([[value] for value in (row | changed).values()], np.uint64)
-    return _ring.ReceivedPayloads([payload, note], rows)
+    return _ring.ReceivedPayloads([payload, note], rows, COLUMNS)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,18 @@ def test_a_payload_is_gathered_by_its_tickets_lengths(one: tuple[bytes, bytes]) 
     assert (received.strange(SCHEMA.fingerprint), received.strange("0" * 32)) == ([], [0])
     assert (received.marked(SCHEMA.fingerprint.encode()), received.marked(b"0" * 32)) == ([0], [])
     assert received.place(0)[0][:5] == bytes(range(5))
-    received.drop(0)
+    columns = np.zeros_like(COLUMNS)
+    received.columns(columns)
+    assert columns.tolist() == COLUMNS.tolist()
+    first = _ring.ReceivedPayloads(received, 1)
+    assert (len(first), len(received), first.note(0)) == (1, 0, one[1])
+    assert (first.measure(fields, lengths), first.place(0)[0][:5]) == ([], bytes(range(5)))
+    first.columns(columns)
+    assert columns.tolist() == COLUMNS.tolist()
+    with pytest.raises(UsageError):
+        _ring.ReceivedPayloads(first, 2)
+    received = first
+    received.leave(0)
     assert (len(received), received.strange("0" * 32), received.gather(fields, places, True)) == (0, [], [])
 
 
@@ -53,9 +65,9 @@ def test_a_payload_is_gathered_by_its_tickets_lengths(one: tuple[bytes, bytes]) 
 def test_rows_of_another_number_are_refused_or_empty(one: tuple[bytes, bytes], rows: bytes) -> None:
     if rows:
         with pytest.raises(UsageError, match="not a row of each kind"):
-            _ring.ReceivedPayloads([*one], rows)
+            _ring.ReceivedPayloads([*one], rows, COLUMNS)
     else:
-        assert len(_ring.ReceivedPayloads([*one], rows)) == 0
+        assert len(_ring.ReceivedPayloads([*one], rows, COLUMNS[:, :0])) == 0
 
 
 def test_memory_is_kept_while_the_payloads_are_and_wrong_bytes_are_named(one: tuple[bytes, bytes]) -> None:

@@ -8,14 +8,18 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from helpers import NETWORK
+import numpy.typing as npt
+from helpers import NETWORK, until
 from loopback import at
 
 from transport import SharedRingBuffer, UCXXClient, _ring
-from transport.claims.batch import CONSUME, End, TakenBatch, Verdict, Verdicts
+from transport.claims.batch import CONSUME, End, Verdict
 from transport.claims.connection import ClaimConnection
+from transport.claims.taken_part import TakenPart
 from transport.client.connections.pool import PortKey, port_of
 from transport.ticket import Ticket
+
+Verdicts = npt.NDArray[np.bool_]
 
 LONG_S = 60.0
 SLOTS = 8
@@ -42,29 +46,31 @@ async def connected(client: UCXXClient, address: str) -> ClaimConnection:
     return known[port]
 
 
-async def take(client: UCXXClient, address: str, n: int, **demand: Any) -> TakenBatch:
+async def take(client: UCXXClient, address: str, n: int, **demand: Any) -> TakenPart:
     """What a demand brings."""
     _, taken = (await connected(client, address)).demand(n, **demand)
     return await asyncio.shield(taken)
 
 
-async def consume(batch: TakenBatch, which: Sequence[int] | None = None) -> Verdicts:
+async def consume(batch: TakenPart, which: Sequence[int] | None = None) -> Verdicts:
     """Which of the payloads, or of those at some positions, count as consumed."""
     return await ended_so(batch, CONSUME, which)
 
 
-async def give_back(batch: TakenBatch, which: Sequence[int] | None = None) -> Verdicts:
+async def give_back(batch: TakenPart, which: Sequence[int] | None = None) -> Verdicts:
     """Which of the claims were given up."""
     return await ended_so(batch, End(Verdict.GIVEN_BACK), which)
 
 
-async def ended_so(batch: TakenBatch, end: End, which: Sequence[int] | None = None) -> Verdicts:
+async def ended_so(batch: TakenPart, end: End, which: Sequence[int] | None = None) -> Verdicts:
     """Which of the claims have this end."""
+    positions = batch.positions if which is None else batch.positions[list(which)]
+    batch.claims.end(positions, end)
+    await until(lambda: batch.claims.answered(positions), "the ring has answered")
     if which is None:
-        verdicts = await batch.claims.end(batch.positions, end)
         batch.owned.settled()
-        return verdicts
-    return await batch.claims.end(batch.first + np.asarray(which, np.intp), end)
+    ended: Verdicts = batch.claims.verdicts[positions] == int(end.verdict)
+    return ended
 
 
 class Seen(NamedTuple):
@@ -81,13 +87,19 @@ class Seen(NamedTuple):
         return Ticket.decode(self.encoded)
 
 
-def seen(batch: TakenBatch) -> list[Seen]:
+def seen(batch: TakenPart) -> list[Seen]:
     """The payloads of a batch."""
     rows = batch.rows[["attempts", "policy_version"]].tolist()
     return [
-        Seen(bytes(batch.note(at)), attempts, None if version == _ring.NO_VERSION else version, batch.data(at))
+        Seen(batch.note(at), attempts, None if version == _ring.NO_VERSION else version, data(batch, at))
         for at, (attempts, version) in enumerate(rows)
     ]
+
+
+def data(batch: TakenPart, at: int) -> memoryview:
+    """The bytes of one payload."""
+    memory, begin = batch.place(at)
+    return memoryview(memory)[begin : begin + int(batch.rows["length"][at])]
 
 
 def depth(ring: SharedRingBuffer) -> tuple[int, int]:
@@ -96,22 +108,22 @@ def depth(ring: SharedRingBuffer) -> tuple[int, int]:
     return counts["ready"], counts["claimed"]
 
 
-def contents(batch: TakenBatch) -> list[bytes]:
-    return [bytes(batch.data(at)) for at in range(len(batch))]
+def contents(batch: TakenPart) -> list[bytes]:
+    return [bytes(data(batch, at)) for at in range(len(batch))]
 
 
-def link_of(batch: TakenBatch) -> ClaimConnection:
+def link_of(batch: TakenPart) -> ClaimConnection:
     link = batch.claims.connection
     assert isinstance(link, ClaimConnection)
     return link
 
 
-async def ended(batch: TakenBatch, verdict: Verdict, reason: str = "", consumer: str = "") -> list[bool]:
+async def ended(batch: TakenPart, verdict: Verdict, reason: str = "", consumer: str = "") -> list[bool]:
     """Which deliveries of the batch ended so."""
     return (await ended_so(batch, End(verdict, reason, consumer))).tolist()
 
 
-def broken_between(batch: TakenBatch | ClaimConnection, *then: Callable[[], object]) -> None:
+def broken_between(batch: TakenPart | ClaimConnection, *then: Callable[[], object]) -> None:
     """The client's loop stands still after the next FINISH of the batch, or connection, and the answer is lost."""
     link = batch if isinstance(batch, ClaimConnection) else link_of(batch)
     message = link._message

@@ -1,6 +1,6 @@
 """Connections to listeners that take payloads from their rings, and hold their claims: each one, and all of a client.
 
-    demand ──► the listener claims what is ready, or waits ──► one message with tickets and payloads ──► TakenBatch
+    demand ──► the listener claims what is ready, or waits ──► one message with tickets and payloads ──► TakenPart
               └ payloads that are too large for the answer are read under their claims
     end  ──► FINISH / END / GIVE_BACK, up to 63 claims a message ──► accepted or not, each
               └ the connection broke before the answer: any port of the ring is asked (outcomes.py)
@@ -20,29 +20,29 @@ import contextlib
 import itertools
 import logging
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from transport import _ring
 from transport.claims.batch import (
     ACCEPTED,
+    OUT_OF_REACH,
+    TAKEN,
     ClaimedRows,
     Codes,
     End,
+    Positions,
     Rows,
-    TakenBatch,
     Verdict,
     apart,
-    parsed,
 )
 from transport.claims.outcomes import Outcomes, Served
 from transport.claims.places import segment_served_at
+from transport.claims.taken_part import TakenPart
 from transport.claims.waiting import foreign, schema_of
 from transport.client.connections.connection import Link, Want, refusal
 from transport.client.connections.links import Links
@@ -63,7 +63,8 @@ from transport.errors import (
 )
 from transport.ring.consumers import consumers_of, rank_of
 from transport.runtime import hurry
-from transport.runtime.timeouts import Timeouts
+from transport.runtime.loop_thread import Waits
+from transport.runtime.timeouts import Questions
 from transport.schema import Schema
 from transport.settings import Settings
 from transport.ticket import NO_SCHEMA
@@ -76,6 +77,7 @@ from transport.wire.library import engine
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_Ending = tuple[ClaimedRows, Positions, End, int]  # asked for by one message; last how many the ring remembers
 
 MOST_BYTES: Final = 8 << 20  # of payloads in one answer, unless the caller says otherwise
 _LONGEST_WAIT_S: Final = 3600.0
@@ -86,6 +88,7 @@ _REFUSED: Final = 1
 _WRITTEN: Final = frames.WRITTEN
 # Before Python 3.12 each look at a member of an enumeration is a call.
 _CONSUMED, _GIVEN_BACK, _FINISH, _GIVE_BACK = Verdict.CONSUMED, Verdict.GIVEN_BACK, Kind.FINISH, Kind.GIVE_BACK
+_MANY: Final = (Verdict.CONSUMED, Verdict.GIVEN_BACK)  # in one message
 _ENDINGS: Final = {Verdict.DISCARDED: Ended.DISCARDED, Verdict.DEAD: Ended.DEAD, Verdict.AGED: Ended.AGED}
 
 
@@ -107,12 +110,15 @@ class ClaimConnection:
         self.ring = link.ring
         self.served: Callable[[], Served] = Served
         self.written = False
+        self.loop = link.worker.loop
+        self.answers = client.answers
         self._client = client
         self._settings = client.settings
-        self._closed = False
-        self._unsent: deque[tuple[_Ending, slice]] = deque()  # messages that wait until others are answered
+        self._worker = link.worker
+        self._answer_s = client.settings.read_timeout(0)
+        self._closed = self._retired = False
+        self._unsent: deque[_Ending] = deque()  # messages that wait until others are answered
         self._unanswered = 0  # claims in FINISH and END messages; `MOST_UNANSWERED` of them stand in the ring
-        self._tasks: set[asyncio.Task[Any]] = set()
 
     def __repr__(self) -> str:
         return f"<ClaimConnection {self.link!r}{' lost' if self.lost else ''}>"
@@ -125,12 +131,11 @@ class ClaimConnection:
     @property
     def spent(self) -> bool:
         """Whether to ask another one from now on: its worker is replaced, or its last message numbers are for ends."""
-        return self.link.worker.retired or self.link.native.next_number >= _SPENT
+        return self._retired or self._worker.retired or self.link.native.next_number >= _SPENT
 
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        """Of the client."""
-        return self.link.worker.loop
+    def retire(self) -> None:
+        """Ask it for nothing more, and end it once nothing of it is in hand."""
+        self._retired = True
 
     def renew(self) -> None:
         """Say that the holder of the claims is alive. Does not wait."""
@@ -155,7 +160,7 @@ class ClaimConnection:
         oldest_version: int | None = None,
         most_attempts: int = 0,
         verify: bool = True,
-    ) -> tuple[int, asyncio.Future[TakenBatch]]:
+    ) -> tuple[int, asyncio.Future[TakenPart]]:
         """Ask for up to ``n`` payloads that no other consumer has; none after ``wait_s``.
 
         Returns the demand's number, for `take_back`, and the future of what it brings.
@@ -185,7 +190,8 @@ class ClaimConnection:
             raise UsageError(f"most_attempts={most_attempts}; at most {frames.MOST_ATTEMPTS} are counted")
         if not 0 <= wait_s <= _LONGEST_WAIT_S:
             raise UsageError(f"wait_s={wait_s}; give 0 to {_LONGEST_WAIT_S:.0f}")
-        self._check()
+        if not self.link.native.alive:
+            self._check()
         size = native.room_for(n, most_bytes)
         try:
             buffer = self._client.buffers.take(size)
@@ -193,9 +199,10 @@ class ClaimConnection:
             raise BatchTooLargeError(
                 f"there is no memory for an answer of {size} bytes; ask for fewer most_bytes"
             ) from None
-        taken: asyncio.Future[TakenBatch] = self.loop.create_future()
+        taken: asyncio.Future[TakenPart] = self.loop.create_future()
         limit_s = wait_s + self._settings.read_timeout(most_bytes)
-        waiter = self._waiter(partial(self._came, taken, buffer, verify, most_bytes > 0), limit_s, "a demand")
+        came = partial(self._came, taken, buffer, verify, most_bytes > 0)
+        waiter = self._client.questions.ask(came, limit_s, partial(self._late, limit_s, "a demand"))
         number = self.link.native.take(
             waiter,
             buffer,
@@ -208,8 +215,8 @@ class ClaimConnection:
             most_attempts=most_attempts,
             verify=verify,
         )
-        self.link.worker.sent()
-        self._client.timeouts.add(waiter, time.monotonic() + limit_s)
+        if not self._worker.engine.armed:
+            self._worker.kick()
         return number, taken
 
     def take_back(self, number: int) -> None:
@@ -217,21 +224,14 @@ class ClaimConnection:
         if not self.lost:
             self.link.tell([Record(Kind.CANCEL_TAKE, slot=number)])
 
-    def _came(
-        self,
-        taken: asyncio.Future[TakenBatch],
-        buffer: Any,
-        verify: bool,
-        contents: bool,
-        outcome: Any,
-    ) -> None:
+    def _came(self, taken: asyncio.Future[TakenPart], buffer: Any, verify: bool, contents: bool, outcome: Any) -> None:
         """The answer to a demand. What has come whole needs no task."""
         try:
             answer, whole = self._answer(outcome, buffer, verify)
             if whole or not contents:
-                taken.set_result(self._batch(answer, {} if contents else None, answer.wrong))
+                taken.set_result(self._part(answer, {} if contents else None, answer.wrong))
             else:
-                self._task(self._read_apart(answer), taken)
+                self._client.task(self._read_apart(answer), taken)
         except MemoryError:
             taken.set_exception(self._without_memory())
         except TransportError as error:
@@ -251,16 +251,18 @@ class ClaimConnection:
         self.written = code == _WRITTEN
         if code and code != _WRITTEN:
             raise refusal(code, "a demand")
-        rows, notes, offsets, whole = parsed(buffer, count)
-        self.changed(len(wrong))
-        return _Answer(rows, notes, offsets, wrong, buffer, verify, *self._client.hold(self, rows)), whole
+        rows, notes, whole = engine().taken(buffer, count)
+        if wrong:
+            self._changed(len(wrong))
+        rows, notes = np.ndarray(count, TAKEN, rows), np.ndarray(count, np.int64, notes)
+        return _Answer(rows, notes, wrong, buffer, verify, *self._client.hold(self, rows)), whole
 
-    async def _read_apart(self, answer: _Answer) -> TakenBatch:
-        """The batch, once the payloads that did not come with the answer are read."""
+    async def _read_apart(self, answer: _Answer) -> TakenPart:
+        """The payloads, once those that did not come with the answer are read."""
         try:
             with _given_back_on_error(answer.claims):
                 read, failed = await self._read(answer)
-                return self._batch(answer, read, [*answer.wrong, *failed])
+                return self._part(answer, read, sorted([*answer.wrong, *failed]))
         except MemoryError:
             raise self._without_memory() from None
 
@@ -268,22 +270,14 @@ class ClaimConnection:
         self.abort()  # its claims end with it
         return BatchTooLargeError("there was no memory for an answer; ask for fewer most_bytes")
 
-    def _batch(self, answer: _Answer, read: Mapping[int, Any] | None, wrong: Sequence[int]) -> TakenBatch:
-        rows, notes, offsets, _, buffer, _, claims, owned = answer
-        if not wrong:
-            return TakenBatch(claims, owned, buffer, notes, offsets, read)
-        kept = self._without(claims, owned, wrong)
-        read = read and {new: read[old] for new, old in enumerate(kept.tolist()) if old in read}
-        held = self._client.hold(self, rows[kept])
-        return TakenBatch(*held, buffer, notes[kept], offsets[kept], read, len(wrong))
-
     @staticmethod
-    def _without(claims: ClaimedRows, owned: _ring.OwnedClaims, wrong: Sequence[int]) -> npt.NDArray[np.intp]:
-        """Give back what cannot be used; the positions of the others, which are to be held anew."""
-        claims.return_soon(np.asarray(wrong, np.intp), in_vain=True)
-        claims.forget()
-        owned.settled()
-        return np.setdiff1d(np.arange(len(claims.rows)), wrong)
+    def _part(answer: _Answer, read: Mapping[int, Any] | None, wrong: Sequence[int]) -> TakenPart:
+        """The payloads of an answer, but for those that cannot be used, which go back."""
+        memory = memoryview(answer.buffer).toreadonly()
+        part = TakenPart(answer.claims, answer.owned, memory, len(answer.rows), read)
+        for at in reversed(wrong):
+            part.drop(at, "", False)
+        return part
 
     async def _read(self, answer: _Answer) -> tuple[dict[int, Any], list[int]]:
         """The payloads that did not come with the answer, by position; and the positions of those that failed.
@@ -330,105 +324,105 @@ class ClaimConnection:
                 if isinstance(error, BusyError):
                     raise error  # a limit of the connection: the payload is not at fault, and its claim is given back
                 failed += [begin + at] * (error is not None)
-            self.changed(sum(isinstance(error, ChecksumError) for error in errors))
+            if changed := sum(isinstance(error, ChecksumError) for error in errors):
+                self._changed(changed)
         return failed
 
-    def changed(self, count: int) -> None:
-        """So many payloads came with bytes that had changed. On the loop."""
-        if count:
-            self._client.checksum_failures += count
-            log.warning(
-                "%d payloads from %s arrived with other bytes than were written; they go back and come again",
-                count,
-                host_port(*self.link.port),
-            )
+    def _changed(self, count: int) -> None:
+        """So many payloads came with bytes that had changed."""
+        self._client.checksum_failures += count
+        log.warning(
+            "%d payloads from %s arrived with other bytes than were written; they go back and come again",
+            count,
+            host_port(*self.link.port),
+        )
 
     # --- the ends of claims -------------------------------------------------------------------------
-    def end(self, rows: Rows, end: End, again: bool) -> asyncio.Future[Codes]:
-        """Have the ring end claims so: a code for each row. ``again``: they were in question, and the ring is asked."""
-        if again:
-            return self.loop.create_task(self._outcomes_elsewhere(rows, again=True))
-        return self._ended(rows, end)
+    def end(self, claims: ClaimedRows, positions: Positions, end: End, again: bool) -> None:
+        """Have the ring end claims so, and give them its answer. ``again``: they are in question, and it is asked.
 
-    def return_soon(self, rows: Rows, delay_s: float, in_vain: bool) -> None:
-        """Give claims back, without waiting for the answer."""
-        if not self.lost:
-            self._ended(rows, End(_GIVEN_BACK, delay_s=delay_s), in_vain)
-
-    def _ended(self, rows: Rows, end: End, in_vain: bool = True) -> asyncio.Future[Codes]:
-        """Ask the listener, by as many messages as that needs. They leave at once unless the ring has to remember more
-        ends than it can: then as others are answered.
+        The messages leave at once unless the ring has to remember more ends than it can: then as others are answered.
         """
-        send: Callable[[_Waiter, Rows], object]
-        native, size = self.link.native, frames.MAX_RECORDS
-        if end.verdict is _CONSUMED:
-            send = partial(native.settle, kind=_FINISH)
-        elif end.verdict is _GIVEN_BACK:
-            delay_ms = math.ceil(min(max(end.delay_s, 0.0), _LONGEST_DELAY_S) * 1000)
-            send = partial(native.settle, kind=_GIVE_BACK, delay_ms=delay_ms, unread=not in_vain)
-        else:  # it has reason and consumer, and a message of its own
-            send, size = partial(native.end, how=_ENDINGS[end.verdict], reason=end.reason, consumer=end.consumer), 1
-        ending = _Ending(rows, end.verdict, send, self.loop.create_future())
-        for begin in range(0, len(rows), size):
-            ending.unanswered += 1
-            self._unsent.append((ending, slice(begin, begin + size)))
+        if again:
+            self._client.task(self._end_elsewhere(claims, positions, end, again=True))
+            return
+        size = frames.MAX_RECORDS if end.verdict in _MANY else 1  # with reason and consumer a message has one
+        for begin in range(0, len(positions), size):
+            some = positions[begin : begin + size]
+            self._unsent.append((claims, some, end, 0 if end.verdict == _GIVEN_BACK else len(some)))
         self._send()
-        return ending.answered
 
     def _send(self) -> None:
         while self._unsent:
-            ending, places = self._unsent[0]
-            rows = ending.rows[places]
-            count = 0 if ending.verdict is _GIVEN_BACK else len(rows)
-            if self.lost:  # what was not asked has not happened
+            claims, positions, end, remembered = ending = self._unsent[0]
+            if not self.link.native.alive or self._closed:  # what was not asked has not happened
                 self._unsent.popleft()
-                self._one_less(ending)
-                continue
-            if self._unanswered + count > frames.MOST_UNANSWERED:
+                claims.answer(positions, [_REFUSED] * len(positions), end)
+            elif self._unanswered + remembered > frames.MOST_UNANSWERED:
                 return
-            self._unsent.popleft()
-            self._unanswered += count
-            self._message(ending, rows, partial(self._answered, ending, places, count))
+            else:
+                self._unsent.popleft()
+                self._unanswered += remembered
+                self._message(ending)
 
-    def _message(self, ending: _Ending, rows: Rows, answered: Callable[[Any], object]) -> None:
-        limit_s = hurry.bounded(self._settings.read_timeout(0))
-        waiter = self._waiter(answered, limit_s, "the end of claims")
+    def _message(self, ending: _Ending) -> None:
+        claims, positions, end, _ = ending
+        native, rows = self.link.native, claims.rows[positions]
+        late = partial(self._late, self._answer_s, "the end of claims")
+        limit_s = hurry.bounded(self._answer_s) if hurry.ends else self._answer_s
         # First: a message that cannot be sent is one without an answer.
-        self._client.timeouts.add(waiter, time.monotonic() + limit_s)
-        ending.send(waiter, rows)
-        self.link.worker.sent()
+        waiter = self._client.questions.ask(partial(self._answered, ending), limit_s, late)
+        if end.verdict == _CONSUMED:
+            native.settle(waiter, rows, _FINISH)
+        elif end.verdict == _GIVEN_BACK:
+            native.settle(waiter, rows, _GIVE_BACK, _milliseconds(end.delay_s))
+        else:
+            native.end(waiter, rows, _ENDINGS[end.verdict], end.reason, end.consumer)
+        if not self._worker.engine.armed:
+            self._worker.kick()
 
-    def _answered(self, ending: _Ending, places: slice, count: int, outcome: Any) -> None:
-        self._unanswered -= count
+    def _answered(self, ending: _Ending, outcome: Any) -> None:
+        claims, positions, end, remembered = ending
+        self._unanswered -= remembered
         if isinstance(outcome, list):
-            ending.codes[places] = outcome
+            claims.answer(positions, outcome, end)
         else:  # none, or one that does not fit
-            ending.lost += range(*places.indices(len(ending.rows)))
             self.abort()
-        self._one_less(ending)
-        self._send()
+            if remembered:
+                self._client.task(self._end_elsewhere(claims, positions, end))
+            else:  # back with the end of the connection, without the delay
+                claims.answer(positions, [ACCEPTED] * len(positions), end)
+        if self._unsent:
+            self._send()
 
-    def _one_less(self, ending: _Ending) -> None:
-        ending.unanswered -= 1
-        if ending.unanswered:
-            return
-        if ending.lost and ending.verdict is not _GIVEN_BACK:
-            self._task(self._ended_elsewhere(ending), ending.answered)
-            return
-        for at in ending.lost:  # back with the end of the connection, without the delay
-            ending.codes[at] = ACCEPTED
-        ending.answered.set_result(ending.codes)
-
-    async def _ended_elsewhere(self, ending: _Ending) -> Codes:
-        rows, consumed = ending.rows[ending.lost], ending.verdict is _CONSUMED
+    async def _end_elsewhere(self, claims: ClaimedRows, positions: Positions, end: End, again: bool = False) -> None:
+        rows, consumed = claims.rows[positions], end.verdict == _CONSUMED
         if not consumed:
             rows["attempts"] |= frames.END_ASKED
-        for at, code in zip(ending.lost, await self._outcomes_elsewhere(rows), strict=True):
-            ending.codes[at] = code if consumed or code == ACCEPTED else _REFUSED
-        return ending.codes
+        codes = [OUT_OF_REACH] * len(rows)
+        try:
+            codes = await self._outcomes_elsewhere(rows, again)
+        finally:  # an error, too
+            if not consumed:
+                codes = [code if code == ACCEPTED else _REFUSED for code in codes]
+            claims.answer(positions, codes, end, again)
 
     async def _outcomes_elsewhere(self, rows: Rows, again: bool = False) -> Codes:
         return await self._client.outcomes.of(self.link, rows, self.served, again)
+
+    def return_soon(self, rows: Rows, delay_s: float, in_vain: bool) -> None:
+        """Give claims back, whatever the ring answers."""
+        if not self.lost:
+            for begin in range(0, len(rows), frames.MAX_RECORDS):
+                late = partial(self._late, self._answer_s, "the end of claims")
+                waiter = self._client.questions.ask(self._returned, hurry.bounded(self._answer_s), late)
+                some = rows[begin : begin + frames.MAX_RECORDS]
+                self.link.native.settle(waiter, some, _GIVE_BACK, _milliseconds(delay_s), unread=not in_vain)
+            self._worker.sent()
+
+    def _returned(self, outcome: Any) -> None:
+        if not isinstance(outcome, list):
+            self.abort()
 
     # --- the connection -----------------------------------------------------------------------------
     def _check(self) -> None:
@@ -449,27 +443,8 @@ class ClaimConnection:
             self.abort()
             raise
 
-    def _waiter(self, then: Callable[[Any], object], limit_s: float, what: str) -> _Waiter:
-        return _Waiter(then, self._client.timeouts, partial(self._late, limit_s, what))
-
     def _late(self, limit_s: float, what: str) -> ReadTimeoutError:
-        host, port = self.link.port
-        return ReadTimeoutError(f"{host_port(host, port)} did not answer {what} within {limit_s:.1f} s")
-
-    def _task(self, work: Coroutine[Any, Any, T], answered: asyncio.Future[T]) -> None:
-        """Have ``answered`` get what ``work`` returns or raises."""
-        task = self.loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(partial(self._worked, answered))
-
-    def _worked(self, answered: asyncio.Future[Any], task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if task.cancelled():
-            answered.cancel()
-        elif (error := task.exception()) is None:
-            answered.set_result(task.result())
-        else:
-            answered.set_exception(error)
+        return ReadTimeoutError(f"{host_port(*self.link.port)} did not answer {what} within {limit_s:.1f} s")
 
 
 class ClaimConnections:
@@ -478,7 +453,8 @@ class ClaimConnections:
     Attributes:
         known: schemas that the client was given, by fingerprint.
         checksum_failures: payloads that came with bytes that had changed, through any connection.
-        timeouts: of what the connections wait for.
+        questions: what the connections wait for.
+        answers: woken when claims were answered.
         outcomes: asks what became of ends whose answer was lost.
     """
 
@@ -488,7 +464,8 @@ class ClaimConnections:
         self.known = schemas
         self.checksum_failures = 0
         self.outcomes = Outcomes(links, settings)
-        self.timeouts: Timeouts[_Waiter] = Timeouts(_Waiter.late)
+        self.questions = Questions()
+        self.answers = Waits()
         self._all = links
         self._open: set[ClaimConnection] = set()
         self._numbers = itertools.count(1)
@@ -496,7 +473,7 @@ class ClaimConnections:
         self._loop = asyncio.get_running_loop()
         self._dropped = _ring.DroppedClaims()
         self._renewing: asyncio.Task[None] | None = None
-        self._ending: list[asyncio.Future[Codes]] = []
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._closed = False
 
     @property
@@ -556,7 +533,7 @@ class ClaimConnections:
                     connection.renew()
 
     def _is_idle(self, connection: ClaimConnection) -> bool:
-        held = any(each.connection is connection for each in self._held.values())
+        held = any(each.connection == connection for each in self._held.values())
         return not held and connection.link.native.under_way == 0
 
     # --- claims -------------------------------------------------------------------------------------
@@ -565,11 +542,15 @@ class ClaimConnections:
         number = next(self._numbers)
         return ClaimedRows(connection, rows, number, self._held), self._dropped.owned(number, len(rows))
 
+    def held(self) -> list[ClaimedRows]:
+        """The claims that have no end; any thread."""
+        return list(self._held.values())
+
     def _return_dropped(self) -> None:
         for number, begin, end in self._dropped.take():
             claims = self._held.get(number)
             if claims is not None:
-                claims.return_soon(np.arange(begin, end, dtype=np.intp))
+                claims.return_soon(np.arange(begin, end))
 
     def close(self) -> None:
         """End every connection: what was taken and not consumed can be claimed by others. Idempotent."""
@@ -581,25 +562,42 @@ class ClaimConnections:
                 self._loop.remove_reader(self._dropped.fileno())
         self._dropped.close()
         self.outcomes.close()
-        self._ending += [asked for claims in self._held.values() for asked in claims.asking]
         for connection in list(self._open):
             connection.abort()
-        self.timeouts.close()
+        self.questions.close()
         self._open.clear()
         self._held.clear()
 
     async def ended(self) -> None:
         """Wait, after `close` and the end of the client's links, for what still asked how claims ended."""
-        if self._ending:
-            await asyncio.wait(self._ending)
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def task(self, work: Coroutine[Any, Any, T], told: asyncio.Future[T] | None = None) -> None:
+        """Begin the work; ``told`` gets what it returns or raises."""
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(partial(self._worked, told))
+
+    def _worked(self, told: asyncio.Future[Any] | None, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled():
+            if told is not None:
+                told.cancel()
+        elif (error := task.exception()) is not None:
+            if told is None:
+                log.error("asking for the end of claims failed", exc_info=error)
+            else:
+                told.set_exception(error)
+        elif told is not None:
+            told.set_result(task.result())
 
 
 class _Answer(NamedTuple):
-    """An answer to a demand: its rows, where tickets and payloads begin in its buffer, and their claims."""
+    """An answer to a demand: its rows, where tickets begin in its buffer, and their claims."""
 
     rows: Rows
     notes: Rows
-    offsets: Rows
     wrong: list[int]  # positions of payloads that came with other bytes than were written
     buffer: Any
     verify: bool
@@ -607,46 +605,8 @@ class _Answer(NamedTuple):
     owned: _ring.OwnedClaims
 
 
-class _Waiter:
-    """Is told once what becomes of a request: an outcome, or an error."""
-
-    __slots__ = ("_late", "_then", "_timeouts")
-
-    def __init__(
-        self, then: Callable[[Any], object], timeouts: Timeouts[_Waiter], late: Callable[[], ReadTimeoutError]
-    ) -> None:
-        self._then: Callable[[Any], object] | None = then
-        self._timeouts = timeouts
-        self._late = late
-
-    def __call__(self, outcome: Any) -> None:
-        then, self._then = self._then, None
-        if then is not None:
-            self._timeouts.remove(self)
-            then(outcome)
-
-    def late(self) -> None:
-        """No outcome has come in time."""
-        self(self._late())
-
-
-class _Ending:
-    """Claims that are ended with one call, by one or more messages."""
-
-    def __init__(
-        self,
-        rows: Rows,
-        verdict: Verdict,
-        send: Callable[[_Waiter, Rows], object],
-        answered: asyncio.Future[Codes],
-    ) -> None:
-        self.rows = rows
-        self.verdict = verdict
-        self.send = send
-        self.answered = answered
-        self.codes: Codes = [_REFUSED] * len(rows)
-        self.unanswered = 0  # messages
-        self.lost: list[int] = []  # positions whose message has no answer
+def _milliseconds(delay_s: float) -> int:
+    return math.ceil(min(max(delay_s, 0.0), _LONGEST_DELAY_S) * 1000)
 
 
 @contextlib.contextmanager
@@ -655,5 +615,5 @@ def _given_back_on_error(claims: ClaimedRows) -> Iterator[None]:
     try:
         yield
     except BaseException:  # a cancellation, too
-        claims.return_soon(np.arange(len(claims.rows), dtype=np.intp))
+        claims.return_soon(np.arange(len(claims.rows)))
         raise

@@ -17,9 +17,10 @@ from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from transport.claims.batch import ClaimedRows, End, Positions, TakenBatch
+from transport.claims.batch import ClaimedRows, End, Positions, Rows
 from transport.claims.connection import MOST_BYTES, ClaimConnection, ClaimConnections
 from transport.claims.outcomes import Served
+from transport.claims.taken_part import TakenPart
 from transport.claims.takers import Ask, CancelDemand, Close, Open, Takers
 from transport.errors import (
     BusyError,
@@ -77,7 +78,7 @@ class Demands:
         self,
         connections: ClaimConnections,
         find: Callable[[], Mapping[str, RingAddress]],
-        arrived: Callable[[TakenBatch], object],
+        arrived: Callable[[TakenPart], object],
         settled: Callable[[ClaimedRows, Positions, End], object],
         *,
         rank: int | str,
@@ -112,7 +113,7 @@ class Demands:
         self._task(self._follow())
 
     def __repr__(self) -> str:
-        return f"<Demands of rank {self._rank} at {len(self._places)} places, {self._takers.in_hand} in hand>"
+        return f"<Demands of rank {self._rank} at {len(self._places)} places, {self._takers.unused} unused>"
 
     @property
     def faults(self) -> dict[str, TransportError]:
@@ -141,15 +142,9 @@ class Demands:
         self._takers.ahead, self._takers.most, self._takers.largest = self._batches * most, most, fit
 
     def given(self, claims: ClaimedRows, count: int) -> None:
-        """So many more payloads are in the hands of a caller: others may come in their place."""
-        here = self._connected.get(claims.place) is claims.connection
+        """So many payloads were taken, or went back: others may come in their place."""
+        here = self._connected.get(claims.place) == claims.connection
         if here and self._takers.used(claims.place, count):
-            self._turn()
-
-    def _ended(self, claims: ClaimedRows, positions: Positions, end: End) -> None:
-        self._settled(claims, positions, end)
-        here = self._connected.get(claims.place) is claims.connection
-        if here and self._takers.ended(claims.place, len(claims.rows[positions])):
             self._turn()
 
     def close(self) -> None:
@@ -177,14 +172,16 @@ class Demands:
         if len(self._connected) <= _FEW or now >= look_at:
             look_at, self._looked = float("inf"), now
             for name, link in list(self._connected.items()):
-                if link.lost:
+                if not link.link.native.alive:
                     self._lose(name, link)
         for action in self._takers.step(now):
             match action:
                 case Open(name):
                     self._task(self._open(name))
                 case Close(name):
-                    self._all.leave(self._connected.pop(name))
+                    link = self._connected.pop(name)
+                    link.retire()
+                    self._spent.append(link)
                 case Ask(name, _, _, _):
                     self._ask(action, self._connected[name])
                 case CancelDemand(name, demand):
@@ -282,7 +279,7 @@ class Demands:
         else:
             taken.add_done_callback(partial(self._answered, ask, link))
 
-    def _answered(self, ask: Ask, link: ClaimConnection, taken: asyncio.Future[TakenBatch]) -> None:
+    def _answered(self, ask: Ask, link: ClaimConnection, taken: asyncio.Future[TakenPart]) -> None:
         del self._numbers[ask.demand]
         name = ask.place
         if taken.cancelled():
@@ -290,15 +287,17 @@ class Demands:
         if (error := taken.exception()) is not None:
             self._failed(name, link, error)
         else:
-            batch = taken.result()
+            part = taken.result()
             self.ended[link.ring] = False
             if self._connected.get(name) is link:
-                self._known.get(name, _Known()).fault = None
-                self._takers.answered(name, len(batch), full=self._full(ask.n, batch))
-                if len(batch):
-                    batch.claims.place, batch.claims.settled = name, self._ended
-                    for part in batch.split(self._most):
-                        self._arrived(part)
+                if (known := self._known.get(name)) is not None:
+                    known.fault = None
+                self._takers.answered(name, len(part), full=self._full(ask.n, part.claims.rows))
+                if len(part):
+                    part.claims.place, part.claims.settled = name, self._settled
+                    while len(part) > self._most:
+                        self._arrived(part.first(self._most))
+                    self._arrived(part)
         self._turn()
 
     def _failed(self, name: str, link: ClaimConnection, error: BaseException) -> None:
@@ -320,14 +319,17 @@ class Demands:
                 self._note(name, error)
                 self._lose(name, link)
 
-    def _full(self, n: int, batch: TakenBatch) -> bool:
+    def _full(self, n: int, rows: Rows) -> bool:
         """Whether the demand's own limits have ended the answer: another payload may be ready."""
-        if len(batch) == 0:
-            return batch.dropped >= n
-        self._largest = max(batch.rows["length"].tolist())
-        self._size()
-        whole = self._most_bytes > 0 and batch.nbytes + self._largest > self._most_bytes
-        return whole or len(batch) + batch.dropped >= n
+        if len(rows) == 0:
+            return False
+        sizes = rows["length"].tolist()
+        largest = max(sizes)
+        if largest != self._largest:
+            self._largest = largest
+            self._size()
+        whole = self._most_bytes > 0 and sum(sizes) + largest > self._most_bytes
+        return whole or len(rows) >= n
 
     # --- what goes on meanwhile -------------------------------------------------------------------------
     async def _follow(self) -> None:

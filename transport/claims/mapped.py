@@ -56,7 +56,7 @@ class RingsOfHost:
         self._lock = threading.RLock()
         self._attached: dict[str, SharedRingBuffer] = {}  # by id: a newer ring may have the same name
         self._own: dict[str, SharedRingBuffer] = {}  # writers' of this process
-        self._ranked: dict[tuple[frozenset[str], int | str], tuple[list[Ranked], RankError | None]] = {}  # of these
+        self._ranked: dict[tuple[frozenset[str], int | str], tuple[Sequence[Ranked], RankError | None]] = {}  # of these
         # Until when, and why; by name, and the schemas that were asked for. "": it has payloads of others.
         self._refused: dict[tuple[str, frozenset[str]], tuple[float, str]] = {}
         self._seen = Observed()
@@ -84,7 +84,7 @@ class RingsOfHost:
             if not ring.native.closed and (not fit or ring.native.fingerprint in fit)
         ]
 
-    def ranked(self, schemas: frozenset[str], rank: int | str) -> tuple[list[Ranked], RankError | None]:
+    def ranked(self, schemas: frozenset[str], rank: int | str) -> tuple[Sequence[Ranked], RankError | None]:
         """Return the `rings` that have a rank, or a consumer of this name, each with its number.
 
         Last the error where none has it.

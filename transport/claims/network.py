@@ -1,12 +1,13 @@
 """Claims of rings elsewhere: demands of each rank bring payloads with their claims, over the connections of a client.
 
-Batches come on the client's loop and wait in a queue of their rank; a caller takes them from there. How claims end is
-decided on the loop, too, and stands in the batch: a caller that was interrupted asks again, and finds it.
+Parts come on the client's loop and wait in a queue of their rank; a caller takes them from there. How claims end is
+said on the loop, too, and stands in their verdicts: a caller that was interrupted asks again, and finds it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections import Counter, deque
@@ -16,7 +17,7 @@ from typing import Final, Literal
 import numpy as np
 
 from transport import _ring
-from transport.claims.batch import ClaimedRows, End, Positions, TakenBatch, Verdict
+from transport.claims.batch import ClaimedRows, End, Positions, Verdict
 from transport.claims.connection import ClaimConnection, ClaimConnections
 from transport.claims.deliveries import Failure, too_old
 from transport.claims.demands import Demands
@@ -50,7 +51,7 @@ class _Rank:
     idling: asyncio.Task[None]
 
     def __init__(self) -> None:
-        self.came: deque[TakenBatch] = deque()
+        self.came: deque[TakenPart] = deque()
         self.arrived = Waits()
         self.sizes: deque[int] = deque(maxlen=_CLAIMS)
         self.wanted: tuple[int, int | None] | None = None
@@ -86,7 +87,7 @@ class NetworkSource:
         self._starting = threading.RLock()  # guards what is above and the ranks
         self._ranks: dict[int | str, _Rank] = {}
         self._closed = False
-        self.counts: Counter[tuple[str, int, str]] = Counter()  # by ring, rank and name; belongs to the loop
+        self.counts: Counter[tuple[str, int, str]] = Counter()  # by ring, rank and name; on the loop
         self.failures: deque[Failure] = deque(maxlen=MOST_FAILURES)
 
     def __repr__(self) -> str:
@@ -127,11 +128,14 @@ class NetworkSource:
             return known
         made = _Rank()
 
-        def came(batch: TakenBatch) -> None:
-            if made.wanted is not None:  # else it goes back
-                made.came.append(batch)
+        def came(part: TakenPart) -> None:
+            if made.wanted is None:  # it goes back
+                made.demands.given(part.claims, len(part))
+                return
+            made.came.append(part)
+            if made.arrived.locks:
                 made.arrived.wake()
-                self._bell()
+            self._bell()
 
         made.demands = Demands(
             self._claims,
@@ -167,53 +171,43 @@ class NetworkSource:
             self._thread.soon(what, *arguments)
 
     # --- claiming -------------------------------------------------------------------------------------
-    def want(self, rank: int | str, n: int, oldest_version: int | None) -> None:
-        """Have demands for some times ``n`` payloads wait; does not wait itself."""
-        of = self._rank(rank)
+    def take_parts(
+        self, n: int, wait_s: float, rank: int | str, consumer: str, oldest_version: int | None
+    ) -> list[TakenPart]:
+        """Take up to ``n`` payloads of what has come, the first that came first; demands follow the call."""
+        of = self._ranks.get(rank)
+        if of is None or (wait_s > 0 and not of.came):  # else its connections say whether they live
+            of = self._rank(rank)
         of.asked = time.monotonic()
         of.sizes.append(n)
         most = max(of.sizes)
         if of.wanted != (most, oldest_version):
             of.wanted = (most, oldest_version)
             self._soon(of.demands.want, _BATCHES, most, oldest_version)
-
-    def take_parts(
-        self, n: int, wait_s: float, rank: int | str, consumer: str, oldest_version: int | None
-    ) -> list[TakenPart]:
-        """Take up to ``n`` payloads of what has come, the first that came first, without an object for each."""
-        of = self._rank(rank)
-        if not of.came:
-            of.arrived.wait(lambda: of.came or self._closed, wait_s)
+        came = of.came
+        if not came and wait_s > 0:
+            of.arrived.wait(lambda: came or self._closed, wait_s)
         parts: list[TakenPart] = []
-        while n and (batch := _next(of.came)) is not None:
-            if len(batch) > n:
-                batch, rest = batch.divided(n)
-                of.came.appendleft(rest)
-            self._in_use(of, batch)
-            part = TakenPart(batch, self._thread, verified=True)
+        while n and came:
+            part = came.popleft()
+            claims = part.claims
+            if not claims.connection.link.native.alive:  # others may have claimed the payloads
+                continue
+            if len(part) > n:
+                came.appendleft(part)
+                part = part.first(n)
+            claims.given[part.positions] = True
+            claims.soon(of.demands.given, claims, len(part))  # without the part: one that is dropped goes back
             if oldest_version is not None:
-                versions = batch.rows["policy_version"]
+                versions = part.rows["policy_version"]
                 aged = (versions != _ring.NO_VERSION) & (versions < oldest_version)
                 for at in reversed(np.flatnonzero(aged).tolist()):  # asked for when an older policy would do
                     reason = too_old(int(versions[at]), oldest_version)
                     part.leave_out(at, End(Verdict.AGED, reason, consumer))
-            if len(part):
+            if count := len(part):
                 parts.append(part)
-                n -= len(part)
+                n -= count
         return parts
-
-    def _in_use(self, of: _Rank, batch: TakenBatch) -> None:
-        """The batch is in the hands of a caller. The loop gets no reference to it: one that is dropped goes back."""
-        self._soon(self._given, of, batch.claims, batch.positions)
-
-    def _given(self, of: _Rank, claims: ClaimedRows, positions: slice) -> None:
-        given = claims.given[positions]
-        new = (claims.verdicts[positions] <= _IN_QUESTION) & ~given
-        count = int(np.count_nonzero(new))
-        if count:
-            given |= new
-            self._count(claims, count, "claimed")
-            of.demands.given(claims, count)
 
     def reached(self, rank: int | str | None, *, named: bool) -> Reached:
         """What demands know of their places, of one rank or of all. ``named``: a ring here has the consumer."""
@@ -239,7 +233,7 @@ class NetworkSource:
             for ring, said in list(of.demands.ended.items()):
                 ended[ring] = said and ended.get(ring, True)
             living.update(each.ring for each in of.demands.connections if not of.demands.ended.get(each.ring))
-            living.update(batch.claims.connection.ring for batch in list(of.came))
+            living.update(part.ring for part in list(of.came))
         return ended, living
 
     def written(self) -> set[str]:
@@ -253,33 +247,33 @@ class NetworkSource:
 
     # --- counts ---------------------------------------------------------------------------------------
     def _settled(self, claims: ClaimedRows, positions: Positions, end: End) -> None:
-        """Count claims whose verdict has come; those in question count as claimed until then. On the loop."""
-        given, verdicts = claims.given[positions], claims.verdicts[positions]
-        ended = given & (verdicts == int(end.verdict))
-        count = int(np.count_nonzero(ended))
-        over = count if count == len(ended) else int(np.count_nonzero(given & (verdicts != _IN_QUESTION)))
-        self._count(claims, -over, "claimed")
+        """Count claims that were answered. On the loop."""
+        ended = positions[claims.given[positions] & (claims.verdicts[positions] == int(end.verdict))]
+        if not len(ended):
+            return
+        ring, rows = claims.connection.ring, claims.rows[ended]
         for name in _COUNTED[end.verdict]:
-            self._count(claims, count, name)
-        if end.verdict in _FAILED:
-            ring = claims.connection.ring
-            for row in claims.rows[positions][ended]:
-                name = f"{ring}/{row['slot']}/{row['generation']}"
-                self.failures.append(
-                    Failure(
-                        name, int(row["rank"]), _FAILED[end.verdict], int(row["attempts"]), end.consumer, end.reason
-                    )
-                )
+            self.counts[ring, int(rows["rank"][0]), name] += len(ended)
+        for row in rows if end.verdict in _FAILED else ():
+            name = f"{ring}/{row['slot']}/{row['generation']}"
+            self.failures.append(
+                Failure(name, int(row["rank"]), _FAILED[end.verdict], int(row["attempts"]), end.consumer, end.reason)
+            )
 
-    def _count(self, claims: ClaimedRows, amount: int, name: str) -> None:
-        if amount:
-            self.counts[claims.connection.ring, claims.rank, name] += amount
+    def counted(self) -> Counter[tuple[str, int, str]]:
+        """Return `counts`, and what is claimed at the moment."""
+        found = self.counts.copy()
+        for claims in [] if self._claims is None else self._claims.held():
+            if claims.settled == self._settled:
+                held = claims.given & (claims.verdicts <= _IN_QUESTION)
+                found[claims.connection.ring, int(claims.rows["rank"][0]), "claimed"] += int(np.count_nonzero(held))
+        return found
 
     def depth(self, rank: int | None, but: set[str]) -> Counter[str]:
         """What this process knows of rings that are not seen from here."""
         if self._thread is not None and not self._thread.closed:
             self._thread.run(asyncio.sleep(0))  # after what the loop was told before
-        return summed(self.counts, rank, but)
+        return summed(self.counted(), rank, but)
 
     # --- the end --------------------------------------------------------------------------------------
     def close(self) -> None:
@@ -315,18 +309,10 @@ def summed(counts: Mapping[tuple[str, int, str], int], rank: int | None, but: se
 def _rest(of: _Rank) -> None:
     of.wanted = None
     of.demands.want(0, 1, None)
-    while _next(of.came) is not None:
-        pass
-
-
-def _next(came: deque[TakenBatch]) -> TakenBatch | None:
-    """The first that is claimed still; of those whose connection is lost others may have claimed the payloads."""
-    try:
-        while (batch := came.popleft()).lost:
-            pass
-    except IndexError:
-        return None
-    return batch
+    with contextlib.suppress(IndexError):  # a caller takes from the other end
+        while of.came:
+            part = of.came.popleft()
+            of.demands.given(part.claims, len(part))
 
 
 def _knows(connection: ClaimConnection, rank: int | str) -> bool:

@@ -61,6 +61,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_NONE: Final[Sequence[Ranked]] = ()
 _LOOK_S: Final = 0.1  # how often rings are looked for while something waits
 _SLICE_S: Final = 0.1  # longest wait without a look for what has no wake-up
 
@@ -195,7 +196,7 @@ class FoundRings:
             network = self._networks[key]
             network.close()
             self._networks.pop(key, None)
-            self._past.update({key: count for key, count in network.counts.items() if key[2] != "claimed"})
+            self._past.update(network.counts)
             self._past_failures.extend(network.failures)
 
     def _served(self) -> Mapping[str, RingAddress]:
@@ -216,11 +217,20 @@ class FoundRings:
         """
         give_up = 0.0
         while True:
-            here = self._follow(rank, n, oldest_version)
+            if time.monotonic() >= self._look_at or self._closed.is_set() or os.getpid() != self._process:
+                self._look()
+            here, unknown = self._here.ranked(self._schemas, rank) if self._maps else (_NONE, None)
+            if unknown is not None and not self._elsewhere:
+                raise unknown
             slice_s = min(give_up - time.monotonic(), _SLICE_S) if give_up else 0.0  # at first without a wait
             parts: list[_ring.ClaimedBatch | TakenPart] = []
             try:
-                self._take(parts, n, max(0.0, slice_s), here, rank, consumer, oldest_version)
+                if here and self._elsewhere:
+                    self._take(parts, n, max(0.0, slice_s), here, rank, consumer, oldest_version)
+                elif here:
+                    parts += self._here.take_parts(here, n, slice_s, None, consumer, oldest_version)
+                elif self._elsewhere:
+                    parts += self._network.take_parts(n, slice_s, rank, consumer, oldest_version)
             except TransportError:
                 if not parts:
                     raise  # else the next call meets it again: what was taken is the caller's
@@ -247,13 +257,6 @@ class FoundRings:
         oldest_version: int | None,
     ) -> None:
         """Take one round; rings here and elsewhere are first in turn. ``parts`` grows with each half."""
-        if not self._elsewhere:
-            if here:
-                parts += self._here.take_parts(here, n, wait_s, None, consumer, oldest_version)
-            return
-        if not here:
-            parts += self._network.take_parts(n, wait_s, rank, consumer, oldest_version)
-            return
         rung = self._here.bell.rung
         for mapped in (True, False) if next(self._turns) % 2 else (False, True):
             left = n - sum(map(len, parts))
@@ -403,7 +406,7 @@ class FoundRings:
         ends, _ = self._ends(mapped=False)
         limited = [str(each) for each in reached.faults.values() if isinstance(each, OpenFilesError)]
         number = rank if isinstance(rank, int) else None
-        elsewhere = (summed(each.counts, number, set())["claimed"] for each in list(self._networks.values()))
+        elsewhere = (summed(each.counted(), number, set())["claimed"] for each in list(self._networks.values()))
         return Known(
             repr(self.places),
             len(fitting),
@@ -425,29 +428,19 @@ class FoundRings:
         )
 
     # --- following ------------------------------------------------------------------------------------
-    def _follow(self, rank: int | str, n: int, oldest_version: int | None) -> list[Ranked]:
-        """Return the rings here. If there are any elsewhere, they have demands from here on.
-
-        RankError: all are here, and none has the consumer of this name.
-        """
+    def _look(self) -> None:
+        """Look for rings here and elsewhere."""
         now = time.monotonic()
-        if now >= self._look_at or self._closed.is_set() or os.getpid() != self._process:
-            self._check_open()
-            if self._maps:
-                self._here.look(self._schemas)
-            self._elsewhere = self._uses_network and bool(self._served())
-            if self.places.prefix == UNNAMED:
-                self._say_mixed()
-            left_out = self._left_out()
-            if left_out and self._missing.due() is not None:
-                log.warning("%d rings of %r are left out: %s", len(left_out), self.places, few("; ", left_out.values()))
-            self._look_at = now + _LOOK_S
-        if self._elsewhere:
-            self._network.want(rank, n, oldest_version)
-        ranked, unknown = self._here.ranked(self._schemas, rank) if self._maps else ([], None)
-        if unknown is not None and not self._elsewhere:
-            raise unknown
-        return ranked
+        self._check_open()
+        if self._maps:
+            self._here.look(self._schemas)
+        self._elsewhere = self._uses_network and bool(self._served())
+        if self.places.prefix == UNNAMED:
+            self._say_mixed()
+        left_out = self._left_out()
+        if left_out and self._missing.due() is not None:
+            log.warning("%d rings of %r are left out: %s", len(left_out), self.places, few("; ", left_out.values()))
+        self._look_at = now + _LOOK_S
 
     def _say_mixed(self) -> None:
         """Warn where rollouts of several starts name no run: a trainer takes from all of them."""

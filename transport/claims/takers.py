@@ -46,7 +46,7 @@ class Open:
 
 @dataclass(frozen=True)
 class Close:
-    """Give a connection up: its place is not known any more, and nothing of it is in hand."""
+    """Ask a connection for nothing more: its place is not known any more."""
 
     place: str
 
@@ -92,7 +92,6 @@ class _PlaceState:
     plenty: bool = False  # its last answer was a full one
     asked: int = 0  # the number of its last demand
     queued: tuple[bool, int] | None = None  # (plenty, asked) of its entry in `Takers._ready`
-    in_hand: int = 0
     unused: int = 0
     failures: int = 0
     due: float = float("-inf")
@@ -114,7 +113,6 @@ class Takers:
         largest: payloads that a demand can bring; may be changed.
 
     Attributes:
-        in_hand: payloads that have come and whose claims have not ended.
         unused: payloads that have come and are not used yet.
         demanded: payloads that were asked for.
     """
@@ -123,7 +121,7 @@ class Takers:
         self.ahead = ahead
         self.most = most
         self.largest = largest
-        self.in_hand = self.unused = self.demanded = 0
+        self.unused = self.demanded = 0
         self._places: dict[str, _PlaceState] = {}
         self._known = 0  # places
         self._opening = 0  # places
@@ -170,28 +168,18 @@ class Takers:
         self._end_demand(place)
         place.failures = 0
         place.plenty = full
-        place.in_hand += count
         place.unused += count
-        self.in_hand += count
         self.unused += count
         self._next(place)
 
     def used(self, name: str, count: int) -> bool:
-        """The trainer works on so many payloads of the place. Whether a step may have something to do for it."""
+        """So many payloads of the place were taken, or went back. Whether a step may have something to do for it."""
         place = self._places[name]
+        count = min(count, place.unused)
         full = self.unused >= self.ahead
-        self._set_unused(place, max(0, place.unused - count))
-        return full or any(self._ready.values())
-
-    def ended(self, name: str, count: int) -> bool:
-        """So many claims of the place were consumed or given back. Whether a step may have something to do for it."""
-        place = self._places[name]
-        unused = place.unused
-        left = max(0, place.in_hand - count)
-        self.in_hand += left - place.in_hand
-        place.in_hand = left
-        self._set_unused(place, min(unused, left))
-        return place.unused < unused or not place.known
+        place.unused -= count
+        self.unused -= count
+        return full or bool(self._ready[False] or self._ready[True])
 
     def refused(self, name: str, now: float) -> None:
         """The place did not take the demand, and keeps the connection and its claims. Asked again after a pause."""
@@ -207,9 +195,8 @@ class Takers:
         self._opening -= place.state == "opening"
         place.state = "closed"
         place.plenty = False
-        self.in_hand -= place.in_hand
-        place.in_hand = 0
-        self._set_unused(place, 0)
+        self.unused -= place.unused
+        place.unused = 0
         self._pause(place, now)
         self._next(place)
 
@@ -217,10 +204,6 @@ class Takers:
     def _pause(place: _PlaceState, now: float) -> None:
         place.due = now + min(_FIRST_PAUSE_S * 2.0 ** min(place.failures, 30), _LONGEST_PAUSE_S)
         place.failures += 1
-
-    def _set_unused(self, place: _PlaceState, count: int) -> None:
-        self.unused += count - place.unused
-        place.unused = count
 
     def _end_demand(self, place: _PlaceState) -> None:
         demand, place.demand = place.demand, None
@@ -240,19 +223,26 @@ class Takers:
     # --- decisions ----------------------------------------------------------------------------------
     def step(self, now: float) -> list[Action]:
         """What is to be done now; it counts as done."""
-        self._look_at_clock(now)
+        if self._late or self._paused:
+            self._look_at_clock(now)
         actions = [*self._forget(now), *self._open(now)] if self._gone or self._closed else []
         if self.unused >= self.ahead:
             return [*actions, *self._take_back(0, now)]
-        if not any(self._ready.values()):
+        if not (self._ready[False] or self._ready[True]):
             return actions
         whole, share = self._sizes()
         room = self.ahead - self.unused - self._counted
         short = False
         # Turns: who was asked longest ago is asked first. Those with plenty, and the others, each have one size.
         kinds = [False, True]
-        while turns := [(first, plenty) for plenty in kinds if (first := self._first(plenty)) is not None]:
-            _, plenty = min(turns)
+        while True:
+            turn = None
+            for kind in kinds:
+                if self._ready[kind] and (first := self._first(kind)) is not None:
+                    turn = min(turn or (first, kind), (first, kind))
+            if turn is None:
+                break
+            plenty = turn[1]
             waits = share == whole or not plenty
             n = share if waits else whole
             if n - waits > room:
@@ -292,7 +282,8 @@ class Takers:
             asked, order, name = entries[0]
             place = self._places.get(name)
             if place is not None and place.order == order:
-                if place.askable and (place.plenty, place.asked) == (plenty, asked):
+                current = (place.plenty, place.asked) == (plenty, asked)
+                if current and place.demand is None and place.state == "open" and place.known:
                     return entries[0]
                 if place.queued == (plenty, int(asked)):
                     place.queued = None
@@ -333,13 +324,15 @@ class Takers:
 
     def next_due(self, now: float) -> float | None:
         """When `step`, which was just called, has something to do without an event; None: only after one."""
-        dues = []
-        if self._opening < _OPENING and (closed := self._top(self._closed, self._is_closed)) is not None:
-            dues.append(max(closed[0], now))
-        if self.unused < self.ahead:
-            of_places = (self._top(self._paused, self._is_paused), self._top(self._late, self._has_time))
-            dues += [entry[0] for entry in of_places if entry is not None]
-        return min(dues, default=None)
+        due = None
+        if self._closed and self._opening < _OPENING:
+            closed = self._top(self._closed, self._is_closed)
+            due = None if closed is None else max(closed[0], now)
+        if self.unused < self.ahead and (self._paused or self._late):
+            for first in (self._top(self._paused, self._is_paused), self._top(self._late, self._has_time)):
+                if first is not None:
+                    due = first[0] if due is None else min(due, first[0])
+        return due
 
     def _open(self, now: float) -> Iterator[Action]:
         while self._opening < _OPENING:
@@ -355,7 +348,8 @@ class Takers:
         for name, place in list(self._gone.items()):
             if place.state == "closed":
                 del self._places[name], self._gone[name]
-            elif place.state == "open" and place.demand is None and place.in_hand == 0:
+            elif place.state == "open" and place.demand is None:
+                self.unused -= place.unused
                 del self._places[name], self._gone[name]
                 yield Close(name)
             elif place.demand is not None and place.demand.waits and not place.demand.taken_back:
@@ -380,7 +374,6 @@ class Takers:
         """Assert that the sums are those of the places."""
         places = self._places.values()
         demands = [place.demand for place in places if place.demand is not None]
-        assert self.in_hand == sum(place.in_hand for place in places), "payloads in hand"
         assert self.unused == sum(place.unused for place in places), "unused payloads"
         assert self.demanded == sum(demand.n for demand in demands), "payloads asked for"
         assert self._counted == sum(demand.counts for demand in demands), "payloads that may come"

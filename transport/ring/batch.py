@@ -243,7 +243,8 @@ class Gathered(Sequence[Mapping[str, Any]]):
                     numbers = np.delete(numbers, unfit, axis=1)
                 measured.append(numbers)
             if shape.layout == "list" and not shape.verify:  # they stay where they lie
-                return cls(parts, schema, shape, _NOWHERE, _joined(measured, len(schema.counted)), dropped)
+                numbers = measured[0] if len(parts) == 1 else _joined(measured, len(schema.counted))
+                return cls(parts, schema, shape, _NOWHERE, numbers, dropped)
             if landing is None:
                 landing = landing_for(shape.memory, shape.out, shape.most_memory)
             return cls._gathered(parts, schema, shape, landing, measured, dropped, max_deliveries, consumer)
@@ -392,16 +393,18 @@ class Gathered(Sequence[Mapping[str, Any]]):
         """The fields of the payload at this position, by name."""
         if self.layout != "list":
             return self._laid_out(at)
-        if self._places is None:
-            self._places = places_of(self._parts)
-        part, index = self._places[at]
+        part, index = self._parts[0], at
+        if len(self._parts) > 1:
+            if self._places is None:
+                self._places = places_of(self._parts)
+            part, index = self._places[at]
         memory, begin = part.place(index)
         wanted = self._shape.fields
-        fields = {
-            place.name: None if place.absent else np.ndarray(place.shape, place.dtype, memory, begin + place.offset)
-            for place in self.whole.layout(self._numbers[:, at].tolist()).placements
-            if wanted is None or place.name in wanted
-        }
+        fields: dict[str, Any] = {}
+        for each in self.whole.layout(self._numbers[:, at].tolist()).placements:
+            if wanted is None or each.name in wanted:
+                there = None if each.absent else np.ndarray(each.shape, each.dtype, memory, begin + each.offset)
+                fields[each.name] = there
         return Fields(fields, self.schema.kinds) if self.schema.kinds else fields
 
     def _laid_out(self, at: int) -> Mapping[str, Any]:

@@ -21,7 +21,7 @@ from typing import Final, Protocol
 MOST_S: Final = 1.0
 LEAST_S: Final = 0.2  # for one answer, once that is over
 
-_until: dict[object, tuple[float, float]] = {}  # of each who has begun: monotonic times, see `until` and `since`
+ends: dict[object, tuple[float, float]] = {}  # of each who has begun: monotonic times, see `until` and `since`
 _SIGNAL: Final = "signal"
 
 
@@ -52,12 +52,12 @@ def since() -> float:
 
 def bounded(timeout_s: float) -> float:
     """``timeout_s`` of a call that a living server answers at once, cut to what the end leaves: `LEAST_S` at least."""
-    return min(timeout_s, max(until() - time.monotonic(), LEAST_S))
+    return min(timeout_s, max(until() - time.monotonic(), LEAST_S)) if ends else timeout_s
 
 
 def signalled_at() -> float:
     """Monotonic time of the first signal to stop; inf: there was none."""
-    return _until.get(_SIGNAL, (0.0, float("inf")))[1]
+    return ends.get(_SIGNAL, (0.0, float("inf")))[1]
 
 
 def stop_requested() -> bool:
@@ -66,21 +66,21 @@ def stop_requested() -> bool:
 
 
 def _first() -> tuple[float, float]:
-    return min(_until.copy().values(), default=(float("inf"), float("inf")))
+    return min(ends.copy().values(), default=(float("inf"), float("inf")))
 
 
 def begin(most_s: float = MOST_S) -> None:
     """The process ends. For signal handlers: it takes no lock that the interrupted code may hold."""
     now = time.monotonic()
     at = now + most_s, now
-    if _until.setdefault(_SIGNAL, at) is at and _connections:
+    if ends.setdefault(_SIGNAL, at) is at and _connections:
         with contextlib.suppress(RuntimeError):  # no more threads: calls end at their own limit
             _thread.start_new_thread(_cut_at, (_SIGNAL, at))
 
 
 def over() -> None:
     """What `begin` has begun is over: the process goes on."""
-    _until.pop(_SIGNAL, None)
+    ends.pop(_SIGNAL, None)
 
 
 @contextlib.contextmanager
@@ -91,21 +91,21 @@ def while_ending(most_s: float = MOST_S) -> Iterator[None]:
     now = time.monotonic()
     cutting = threading.Thread(target=_cut_unless, args=(ended, most_s), name="transport hurry", daemon=True)
     try:
-        _until[key] = now + most_s, now
+        ends[key] = now + most_s, now
         if _connections:
             with contextlib.suppress(RuntimeError):  # no more threads: calls end at their own limit
                 cutting.start()
         yield
     finally:
         ended.set()
-        _until.pop(key, None)
+        ends.pop(key, None)
         if cutting.ident is not None:
             cutting.join()
 
 
 def _cut_at(key: object, at: tuple[float, float]) -> None:
     time.sleep(max(0.0, at[0] - time.monotonic()))
-    if _until.get(key) is at:
+    if ends.get(key) is at:
         _cut()
 
 
@@ -119,4 +119,4 @@ def _cut() -> None:
         connection.cut()
 
 
-os.register_at_fork(after_in_child=_until.clear)  # a child does not end because its parent does
+os.register_at_fork(after_in_child=ends.clear)  # a child does not end because its parent does

@@ -66,31 +66,39 @@ class AtExit:
 
 
 class Waits:
-    """Threads that wait until something holds. An interrupted wait leaves no lock that `wake` or another wait needs."""
+    """Threads that wait until something holds. An interrupted wait leaves no lock that `wake` or another wait needs.
 
-    __slots__ = ("_locks",)
+    Attributes:
+        locks: one for each that waits; empty: there is nobody to `wake`.
+    """
+
+    __slots__ = ("locks",)
 
     def __init__(self) -> None:
-        self._locks: deque[_thread.LockType] = deque()  # one for each that waits, locked until `wake` unlocks it
+        self.locks: deque[_thread.LockType] = deque()  # locked until `wake` unlocks it
 
     def wake(self) -> None:
         """Have every wait look again."""
-        with contextlib.suppress(IndexError):
-            while self._locks:
-                self._locks.popleft().release()
+        while self.locks:
+            try:
+                self.locks.popleft().release()
+            except IndexError:  # another thread has woken it
+                return
 
     def wait(self, holds: Callable[[], object], timeout_s: float | None = None) -> bool:
         """Wait until ``holds()`` is true, which is looked at after every `wake`; False after ``timeout_s``."""
         give_up = float("inf") if timeout_s is None else time.monotonic() + timeout_s
-        while not holds() and (left_s := give_up - time.monotonic()) > 0:
+        while not holds():
+            if (left_s := give_up - time.monotonic()) <= 0:
+                return False
             mine = _thread.allocate_lock()
             mine.acquire()
-            self._locks.append(mine)
+            self.locks.append(mine)
             if not holds():
                 mine.acquire(timeout=min(left_s, _SLICE_S))
             with contextlib.suppress(ValueError):
-                self._locks.remove(mine)
-        return bool(holds())
+                self.locks.remove(mine)
+        return True
 
 
 class Flag:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 W = TypeVar("W", bound=Hashable)
@@ -56,6 +58,34 @@ class Timeouts(Generic[W]):
         """Cancel the timer and forget all."""
         self._due.clear()
         self._arm(float("inf"))
+
+
+class Questions(Timeouts[int]):
+    """Each is told once what becomes of it: an outcome, or an error when there is none in time."""
+
+    def __init__(self) -> None:
+        super().__init__(self._is_late)
+        self._numbers = itertools.count()
+        self._asked: dict[int, tuple[Callable[[Any], object], Callable[[], Exception]]] = {}
+
+    def ask(
+        self, then: Callable[[Any], object], limit_s: float, late: Callable[[], Exception]
+    ) -> Callable[[Any], object]:
+        """Return what is to be called with the outcome; after ``limit_s`` ``then`` gets what ``late`` makes instead."""
+        number = next(self._numbers)
+        self._asked[number] = then, late
+        self._due[number] = at = time.monotonic() + limit_s
+        if at < self._timer_at:
+            self._arm(at)
+        return partial(self._tell, number)
+
+    def _tell(self, number: int, outcome: Any) -> None:
+        if (asked := self._asked.pop(number, None)) is not None:
+            self._due.pop(number, None)
+            asked[0](outcome)
+
+    def _is_late(self, number: int) -> None:
+        self._tell(number, self._asked[number][1]())
 
 
 def fail(future: asyncio.Future[Any]) -> None:

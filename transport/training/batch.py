@@ -8,6 +8,8 @@ claimed ──consume──► asked ──(the rings' answers)──► consume
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final, Literal, Protocol, Self
 
@@ -35,8 +37,8 @@ class Book(Protocol):
     """A trainer's book of its batches."""
 
     remembers: bool
+    unanswered: deque[Batch]
 
-    def asked(self, batch: Batch) -> None: ...
     def consumed(self, batch: Batch, verdicts: npt.NDArray[np.bool_]) -> None: ...
     def given_back(self, batch: Batch) -> None: ...
 
@@ -100,14 +102,9 @@ class Batch(Payloads):
         """
         if self._state in ("asked", "consumed"):
             return
-        self._require("consume")
-        if self.claimed_in is None:
-            self._ask_to_consume()
-            return
-        with spans.span("transport.consume", links=spans.links_to(self.claimed_in), payloads=len(self)):
-            self._ask_to_consume()
-
-    def _ask_to_consume(self) -> None:
+        if self._state == "given back":
+            self._require("consume")
+        begun = time.monotonic()
         keep = self._gathered is None or self._shape.layout == "list"  # payloads stay where they are
         self._answers = []
         for part in self.parts:
@@ -116,9 +113,11 @@ class Batch(Payloads):
             self._answers.append(answer)
         self._state = "asked"
         if None in self._answers:
-            self._book.asked(self)
+            self._book.unanswered.append(self)
         else:
-            self._look_at_answers()
+            _ = self.accepted
+        if self.claimed_in is not None:
+            spans.ended("transport.consume", begun, links=spans.links_to(self.claimed_in), payloads=len(self))
 
     @property
     def answered(self) -> bool:
@@ -136,7 +135,9 @@ class Batch(Payloads):
             for at, part in enumerate(self.parts):
                 if isinstance(part, TakenPart):
                     self._answers[at] = part.consumption()
-            self._look_at_answers()
+            self._verdicts = verdicts = np.frombuffer(b"".join(filter(None, self._answers)), np.bool_)
+            self._state = "consumed" if verdicts.all() or not self.in_question.any() else "in question"
+            self._book.consumed(self, verdicts)
         elif self._state not in ("consumed", "in question"):
             raise UsageError(f"accepted of a batch that is {self._state}: consume() it first")
         return self._verdicts

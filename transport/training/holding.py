@@ -15,12 +15,10 @@ Mapped rings answer at once. What became of claims elsewhere stands in their `Cl
 
 from __future__ import annotations
 
-import asyncio
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -104,7 +102,6 @@ class _There:
 
 
 _Held = _Here | _There
-_Answer = list[tuple[Delivery, _Held | None, bool | None]]
 _Group = list[tuple[Delivery, _There]]  # of one answer, in its order
 _Groups = dict[ClaimedRows, _Group]
 
@@ -125,7 +122,8 @@ class Holding:
         self._rank = rank
         self._consumer = consumer
         self._held: dict[Delivery, _Held] = {}
-        self._answers: deque[_Answer] = deque()  # the client's loop appends
+        self._answers: list[tuple[Delivery, _Held | None, bool | None]] = []  # not looked at yet
+        self._asked: list[tuple[ClaimedRows, _Group]] = []  # of rings elsewhere that have not answered
         self._closed = False
 
     def __repr__(self) -> str:
@@ -171,30 +169,13 @@ class Holding:
     def consume(self, deliveries: Iterable[Delivery]) -> None:
         """Ask the rings to consume what was learned, without a wait: `settle` has their answers, one for each."""
         here, there, strange = self._divided(deliveries)
-        answer: _Answer = [(delivery, None, False) for delivery in strange]
+        self._answers += [(delivery, None, False) for delivery in strange]
         for delivery, held in here:
             held.asked = True
-            answer.append((delivery, held, held.consumed()))
-        self._answers.append(answer)
-        if there:
-            next(iter(there)).soon(self._ask, there)
-
-    def _ask(self, there: _Groups) -> None:
-        """Ask rings elsewhere. On the loop."""
+            self._answers.append((delivery, held, held.consumed()))
         for claims, group in there.items():
-            answered = claims.end(_positions(group), CONSUME)
-            answered.add_done_callback(partial(self._answered, claims, group))
-
-    def _answered(self, claims: ClaimedRows, group: _Group, answered: asyncio.Future[Any]) -> None:
-        if not answered.cancelled():
-            answered.exception()  # which stands in the verdicts: in question
-        verdicts = claims.verdicts[_positions(group)].tolist()
-        self._answers.append(
-            [
-                (delivery, held, None if verdict < _CONSUMED else verdict == _CONSUMED)
-                for (delivery, held), verdict in zip(group, verdicts, strict=True)
-            ]
-        )
+            claims.end(_positions(group), CONSUME)
+            self._asked.append((claims, group))
 
     def settle(self) -> dict[Delivery, bool | None]:
         """Return the answers that have come since the last call; those deliveries are held no longer, but for None.
@@ -202,12 +183,20 @@ class Holding:
         True: consumed. False: its claim had ended, and others may have it, or this holding by another `take`. None: its
         ring went out of reach before it answered, so that it may have been consumed; `consume` asks it again.
         """
+        asked, self._asked = self._asked, []
+        for claims, group in asked:
+            if not claims.answered(_positions(group)):
+                self._asked.append((claims, group))
+                continue
+            verdicts = claims.verdicts[_positions(group)].tolist()
+            for (delivery, held), verdict in zip(group, verdicts, strict=True):
+                self._answers.append((delivery, held, None if verdict < _CONSUMED else verdict == _CONSUMED))
         found: dict[Delivery, bool | None] = {}
-        while self._answers:
-            for delivery, held, consumed in self._answers.popleft():
-                found[delivery] = consumed
-                if consumed is not None and self._held.get(delivery) is held:
-                    self._held.pop(delivery, None)
+        answers, self._answers = self._answers, []
+        for delivery, claim, consumed in answers:
+            found[delivery] = consumed
+            if consumed is not None and self._held.get(delivery) is claim:
+                self._held.pop(delivery, None)
         return found
 
     def give_back(self, deliveries: Iterable[Delivery], delay_s: float = 0.0, *, in_vain: bool = True) -> None:
@@ -256,8 +245,8 @@ class Holding:
         for _, held in here:
             with suppress(ClosedError):  # the claim has ended with its ring
                 end_here(held.claim)
-        if there:
-            next(iter(there)).soon(_end_each, there, end_there)
+        for claims, group in there.items():
+            end_there(claims, _positions(group))
         for delivery in [each for each, _ in here] + [each for group in there.values() for each, _ in group]:
             self._held.pop(delivery, None)
 
@@ -284,12 +273,6 @@ def _claims_of(part: _ring.ClaimedBatch | TakenPart) -> Sequence[_Held]:
     if isinstance(part, TakenPart):
         return [_There(part.claims, part.owned, position) for position in part.positions.tolist()]
     return [_Here(claim) for claim in part.divide()]
-
-
-def _end_each(there: _Groups, end: Callable[[ClaimedRows, Positions], object]) -> None:
-    """End claims of rings elsewhere, whose owners last until it is done. On the loop."""
-    for claims, group in there.items():
-        end(claims, _positions(group))
 
 
 def _positions(group: _Group) -> Positions:

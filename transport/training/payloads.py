@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import repeat
 from typing import Any, Final, overload
 
 import numpy as np
@@ -112,7 +113,8 @@ class Payloads(Sequence[Payload]):
 
     Attributes:
         schema: of the payloads; None where they may have any, which their tickets describe.
-        slots, generations, ranks, attempts, in_vain, versions, sizes: columns, int64; ``versions`` has NO_VERSION for a
+        columns: `BATCH_COLUMNS` of native code, a row of int64 for each.
+        slots, generations, ranks, attempts, in_vain, versions, sizes: some of these; ``versions`` has NO_VERSION for a
             payload that was written without one, ``sizes`` are bytes.
         parts: what there is of each ring, in the order of the payloads.
         joined: by position, payloads with the parents that they name.
@@ -143,7 +145,7 @@ class Payloads(Sequence[Payload]):
         self.dropped = 0 if gathered is None else gathered.dropped
         self.training_version = training_version
         columns = gathered.columns if gathered is not None else columns_of(parts)
-        self._columns = columns
+        self.columns = columns
         self.slots, self.generations, self.ranks, self.attempts, self.sizes, self.versions, _, self.in_vain = columns
         self._count: int = columns.shape[1]
 
@@ -176,7 +178,7 @@ class Payloads(Sequence[Payload]):
     @property
     def payloads(self) -> list[Payload]:
         """Each payload, a read-only mapping of its fields."""
-        return [Payload(self, at) for at in range(self._count)]
+        return list(map(Payload, repeat(self), range(self._count)))
 
     @property
     def bytes_by_wire(self) -> dict[str, int]:

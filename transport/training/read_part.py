@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from transport import _ring
 from transport.client.payload import ReceivedPayload
 from transport.wires import Wire
 
 
-class ReadPart:
+class ReadPart(_ring.ReceivedPayloads):
     """Payloads of one ring that were read over one wire. Their claims are another process's, or the planner's.
 
     Args:
@@ -28,7 +26,6 @@ class ReadPart:
         first = payloads[0]
         self.ring = first.ticket.ring
         self.wire: Wire = first.wire
-        self._notes = list(notes)
         numbers = {
             "slot": [each.ticket.slot for each in payloads],
             "generation": [each.ticket.generation for each in payloads],
@@ -37,8 +34,8 @@ class ReadPart:
             "length": [each.ticket.size for each in payloads],
             "policy_version": [_ring.NO_VERSION if version is None else version for version in versions],
         }
-        nothing = [0] * len(payloads)  # each payload has memory of its own, and so no offset
-        self._columns = np.array([numbers.get(name, nothing) for name in _ring.BATCH_COLUMNS], np.int64)
+        nothing = [0] * len(payloads)
+        columns = np.array([numbers.get(name, nothing) for name in _ring.BATCH_COLUMNS], np.int64)
         rows = np.zeros((len(_ring.RECEIVED_ROWS), len(payloads)), np.uint64)
         sizes = [len(note) for note in notes]
         rows[0] = np.arange(1, len(payloads) + 1)
@@ -46,49 +43,14 @@ class ReadPart:
         rows[4] = np.cumsum([0, *sizes[:-1]])
         rows[5] = sizes
         rows[7] = True  # compared as it was read
-        self._received = _ring.ReceivedPayloads([b"".join(notes), *(each.data for each in payloads)], rows)
+        super().__init__([b"".join(notes), *(each.data for each in payloads)], rows, columns)
 
     def __repr__(self) -> str:
         return f"<ReadPart of {len(self)} payloads of {self.ring[:8]}>"
 
-    def __len__(self) -> int:
-        return len(self._notes)
-
-    def columns(self, out: npt.NDArray[np.int64]) -> None:
-        """See `ClaimedPart`."""
-        out[:] = self._columns
-
-    def measure(self, fields: _ring.BatchFields, out: Any) -> list[int]:
-        """See `ClaimedPart`."""
-        return self._received.measure(fields, out)
-
-    def gather(
-        self, fields: _ring.BatchFields, targets: list[tuple[Any, int, int, bool, bytes] | None], verify: bool
-    ) -> list[int]:
-        """See `ClaimedPart`."""
-        return self._received.gather(fields, targets, verify)
-
-    def verify(self) -> list[int]:
-        """See `ClaimedPart`: they were verified as they came."""
-        return []
-
-    def marked(self, text: bytes) -> list[int]:
-        """See `ClaimedPart`."""
-        return self._received.marked(text)
-
-    def note(self, index: int) -> bytes:
-        """See `ClaimedPart`."""
-        return self._notes[index]
-
-    def place(self, index: int) -> tuple[Any, int]:
-        """Return the read-only memory that has the payload's bytes, and where they begin in it."""
-        return self._received.place(index)
-
     def drop(self, index: int, reason: str, dead: bool, consumer: str = "", delay_s: float = 0.0) -> None:
         """See `ClaimedPart`; its claim is the planner's."""
-        self._received.drop(index)
-        del self._notes[index]
-        self._columns = np.delete(self._columns, index, axis=1)
+        self.leave(index)
 
     def release(self, delay_s: float = 0.0, in_vain: bool = True) -> None:
         """See `ClaimedPart`: there is nothing to give back."""

@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, Unpack
 
 import msgspec
@@ -234,8 +235,8 @@ class Trainer:
                 raise ClosedError("this trainer is closed; make a new one")
             if self._steps is not None:
                 raise UsageError("this trainer gives out steps, which claim all that comes: give batches another one")
-            if len(self._book.unanswered) > _UNANSWERED:
-                self._book.settle(_UNANSWERED)
+            while len(self._book.unanswered) > _UNANSWERED:
+                self._book.unanswered.popleft().accepted  # noqa: B018  # waits for its answers
             if self._book.in_slots:
                 self._book.let_go_of_slots()
             begun = time.monotonic()
@@ -305,7 +306,9 @@ class Trainer:
         batch = Batch(parts, gathered, self._shape, self._schemas, self._book, self.version)
         if self._joined and not self._join(batch):
             return self._batch(parts, oldest)  # without those whose parts cannot be read
-        self._book.taken(batch)
+        self._book.batches += batch.slots.size > 0
+        self._book.dropped += batch.dropped
+        self._book.open.add(batch)
         if oldest is not None:
             self._book.say_ageless(batch)
         return batch
@@ -377,7 +380,7 @@ class Trainer:
 
         A killed rollout has not ended; another one is expected in its place, unless ``expected_rollouts`` have ended.
         """
-        self._book.settle(0)
+        self._book.settle()
         return self.rings.finished(self._expected)
 
     def why_nothing(self) -> str:
@@ -518,7 +521,7 @@ class Trainer:
     @property
     def record(self) -> ConsumedRecord:
         """A copy of what was consumed, and what batches have accepted: for a checkpoint, with the weights."""
-        self._book.settle(0)
+        self._book.settle()
         record = self._book.with_accepted()
         if self._steps is not None:
             self._steps.note_accepted(record)
@@ -549,7 +552,7 @@ class Trainer:
         """Give back what was not consumed, and end the connections. Idempotent; after an interrupt call it again."""
         try:
             if not self._closed:
-                self._book.settle(0)
+                self._book.settle()
                 self._book.let_go()
         finally:
             self._closed = True
@@ -615,7 +618,7 @@ class TrainerBook:
 
     def __init__(self, record: ConsumedRecord | None) -> None:
         self.consumed_record = ConsumedRecord() if record is None else record
-        self._open: weakref.WeakSet[Batch] = weakref.WeakSet()  # neither consumed nor given back
+        self.open: weakref.WeakSet[Batch] = weakref.WeakSet()  # neither consumed nor given back
         self.in_slots: list[weakref.ref[Batch]] = []  # consumed, and perhaps looked at until the next take
         self.unanswered: deque[Batch] = deque()  # whose rings have not answered `consume`
         self._ageless = LogLimit(SAY_AGAIN_S)
@@ -623,15 +626,9 @@ class TrainerBook:
         self.failed = self.dropped = 0
         self.remembers = record is not None  # whether a payload that comes may have come before
 
-    def taken(self, batch: Batch) -> None:
-        """Note a batch that was taken."""
-        self.batches += len(batch) > 0
-        self.dropped += batch.dropped
-        self._open.add(batch)
-
     def let_go(self) -> None:
         """Give back what is not consumed: the trainer is closed."""
-        for batch in list(self._open):
+        for batch in list(self.open):
             batch.release()
 
     def left(
@@ -643,10 +640,10 @@ class TrainerBook:
             before: parts of the batch that is being taken.
             end_parts: called for each that was consumed before; None: payloads have no parts.
         """
-        held = {each for batch in (*self._open, *self.unanswered) for each in deliveries(batch.parts)}
-        held.update(deliveries(before))
+        held = {each for batch in (*self.open, *self.unanswered) for each in deliveries(batch.parts, batch.columns)}
+        held.update(deliveries(before, columns_of(before)))
         for part in parts:
-            for at, delivery in reversed(list(enumerate(deliveries([part])))):
+            for at, delivery in reversed(list(enumerate(deliveries([part], columns_of([part]))))):
                 if self.consumed_record.contains(*delivery):
                     self.duplicates += 1
                     if end_parts is not None:
@@ -658,14 +655,9 @@ class TrainerBook:
                     held.add(delivery)
         return [part for part in parts if len(part)]
 
-    def asked(self, batch: Batch) -> None:
-        """Note a batch whose rings were asked to consume it, and answer later."""
-        self._open.discard(batch)
-        self.unanswered.append(batch)
-
-    def settle(self, most: int) -> None:
-        """Look at answers, and wait for those of all but so many batches."""
-        while len(self.unanswered) > most:
+    def settle(self) -> None:
+        """Look at all answers, and wait for those that have not come."""
+        while self.unanswered:
             self.unanswered.popleft().accepted  # noqa: B018
 
     def let_go_of_slots(self) -> None:
@@ -677,8 +669,8 @@ class TrainerBook:
 
     def consumed(self, batch: Batch, verdicts: npt.NDArray[np.bool_]) -> None:
         """Note what was consumed: all of an accepted batch, since the model has learned from it, else what was ours."""
-        self._open.discard(batch)
-        for delivery, ours in zip(deliveries(batch.parts), verdicts.tolist(), strict=True):
+        self.open.discard(batch)
+        for delivery, ours in zip(deliveries(batch.parts, batch.columns), verdicts.tolist(), strict=True):
             if (ours or batch.learned) and self.consumed_record.accept(*delivery):
                 self.consumed_count += 1
         for at, joined in batch.joined.items():
@@ -692,15 +684,15 @@ class TrainerBook:
 
     def given_back(self, batch: Batch) -> None:
         """Note that a batch was given back."""
-        self._open.discard(batch)
+        self.open.discard(batch)
         self.returned += len(batch)
 
     def with_accepted(self) -> ConsumedRecord:
         """Return a copy of the record with what accepted batches have."""
         record = self.consumed_record.copy()
-        for batch in (*self._open, *self.unanswered):
+        for batch in (*self.open, *self.unanswered):
             if batch.learned:
-                for delivery in deliveries(batch.parts):
+                for delivery in deliveries(batch.parts, batch.columns):
                     record.accept(*delivery)
         return record
 
@@ -723,12 +715,13 @@ def _of_traced_writes(batch: Batch) -> Iterator[Mapping[str, Any]]:
             yield Ticket.decode(part.note(at)).metadata
 
 
-def deliveries(parts: Sequence[Claimed]) -> list[Delivery]:
+def deliveries(parts: Sequence[Claimed], columns: npt.NDArray[np.int64]) -> list[Delivery]:
     """Return what a record has of payloads; restored ones have the identity that they had first."""
+    rows = iter(columns[:3].T.tolist())
     found: list[Delivery] = []
     for part in parts:
         ring, begin = part.ring, len(found)
-        for slot, generation, rank in columns_of([part])[:3].T.tolist():
+        for slot, generation, rank in islice(rows, len(part)):
             found.append((ring, slot, generation, rank))
         for at in part.marked(_ORIGIN):
             found[begin + at] = (*Ticket.decode(part.note(at)).origin, found[begin + at][-1])

@@ -186,7 +186,8 @@ class Worker:
         if self._joining:
             self._look(True)
         self._tell(events)
-        self.sent()  # the callbacks of these results run first and may post more
+        if not self.engine.armed:  # the callbacks of these results run first and may post more
+            self.kick()
 
     def _tell(self, events: list[tuple[Any, Any]], *, soon: bool = False) -> None:
         """Deliver results to their futures, or call what was given in place of one; ``soon``: not inside this call."""
