@@ -1,5 +1,6 @@
 # Everything is installed into .venv by the first target that needs it. `make` alone lists the targets.
 SHELL := /bin/bash
+.SHELLFLAGS := -o pipefail -c
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3

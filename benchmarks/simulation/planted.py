@@ -99,7 +99,7 @@ def _no_lease() -> None:
 
 
 def _unbounded() -> None:
-    def checkin(self: Any, connection: Any, now: float) -> list[Any]:
+    def checkin(self: Any, connection: Any, now: float, awaited: object = ()) -> list[Any]:
         port = self._in_use.pop(connection)
         self._idle[connection] = (port, now)
         self._idle_of.setdefault(port, {})[connection] = None
