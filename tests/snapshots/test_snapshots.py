@@ -293,15 +293,16 @@ def test_a_delivery_is_in_the_record_or_in_the_snapshot_never_in_both_or_neither
 
 
 class Held(Folder):
-    """A destination that does not take a byte before it is let."""
+    """A destination that does not take a payload before it is let."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
         self.asked, self.let = threading.Event(), threading.Event()
 
     def write(self, path: str, size: int, pieces: Iterable[bytes]) -> dict[str, str]:
-        self.asked.set()
-        assert self.let.wait(60)
+        if path.endswith(".payloads"):
+            self.asked.set()
+            assert self.let.wait(60)
         return super().write(path, size, pieces)
 
 
@@ -769,6 +770,25 @@ def test_a_part_of_a_snapshot_that_is_under_way_is_not_removed(
     saved_of(ring, place, 40)
     assert sorted((each.step, each.complete) for each in prune(str(place), 1)) == [(50, True), (60, False)]
     assert list(steps(str(place))) == [40]
+
+
+def test_an_upload_that_a_later_one_has_overtaken_is_pruned_whole_or_complete(
+    ring: SharedRingBuffer, slow: Held, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(ring, [1])
+    with given_rings(ring) as queue:
+        slower = snapshot(queue, str(place), 1)
+        assert slow.asked.wait(60)
+        with monkeypatch.context() as undo:
+            undo.setattr(taking, "open_destination", lambda url: Folder(place))
+            snapshot(queue, str(place), 2).wait(60)
+        assert [(each.step, each.complete) for each in prune(str(place), 1)] == [(1, False)]
+        slow.let.set()
+        with pytest.raises(SnapshotError):
+            slower.wait(60)
+    assert list(steps(str(place))) == [2]
+    assert [path for path in place.rglob("*") if slower.attempt in path.name] == []
+    assert content(ring) == [1]
 
 
 def test_a_run_without_payloads_has_a_snapshot_as_well(ring: SharedRingBuffer, prefix: str, place: Path) -> None:

@@ -236,9 +236,9 @@ def prune(
     """
     from transport.cooldown.destinations.open import open_destination
     from transport.cooldown.pruning import carry_out, plan
-    from transport.cooldown.upload import remove
     from transport.runtime.progress import bar
     from transport.snapshots.listing import plan as old_snapshots
+    from transport.snapshots.listing import withdraw
 
     name, records = _one_run(store, destination, run)
     removed, kept, left = [], [], 0
@@ -254,7 +254,7 @@ def prune(
             if not dry_run:
                 carry_out(found, place, name, progress)
                 for each in older:
-                    remove(place, each.path)
+                    withdraw(place, each.path)
     verb = "would be removed" if dry_run else "removed"
     lines = [
         *(f"{verb}: {each.path} ({each.why})" for each in removed),

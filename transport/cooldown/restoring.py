@@ -23,6 +23,7 @@ from transport.cooldown.upload import FILES_AT_ONCE, Moving
 from transport.cooldown.verify import RefusedUpload, check_size, checked_pieces, reported_manifest
 from transport.errors import CheckpointDamagedError, NoCheckpointError, StoreUnsuitableError, UsageError
 from transport.runtime.blocking_calls import in_parallel
+from transport.runtime.durable import flush
 from transport.runtime.progress import Progress, silent
 from transport.store.stored import decode, encode
 
@@ -52,6 +53,7 @@ def restore(
     """Copy an epoch's checkpoint into the new folder ``into``, some files at a time.
 
     Each file is verified by the manifest, and the manifest by the record. The folder appears complete or not at all.
+    On return it is on disk.
 
     Args:
         upload: "CLIENT/ATTEMPT": restore this upload by its own manifest; the epoch ended before it was verified.
@@ -73,7 +75,10 @@ def restore(
             (beside / file.name).parent.mkdir(parents=True, exist_ok=True)
         calls = [partial(_fetch, destination, manifest, beside, moving, file) for file in manifest.files]
         in_parallel(calls, FILES_AT_ONCE, moving.stop.set)
+        for folder, _, _ in os.walk(beside, topdown=False):
+            flush(Path(folder))
         beside.rename(into)
+        flush(into.parent)
     except RefusedUpload as error:
         raise CheckpointDamagedError(
             f"run {record.run}, epoch {record.epoch}: the checkpoint at {destination.url}/{place} is damaged, or was "
@@ -140,8 +145,7 @@ def _fetch(destination: Destination, manifest: Manifest, folder: Path, moving: M
             moving.stop.check()
             copy.write(piece)
             moving.moved(len(piece))
-        copy.flush()
-        os.fsync(copy.fileno())
+    flush(folder / file.name)
     moving.moved(0, done=1)
 
 

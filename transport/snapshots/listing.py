@@ -2,7 +2,8 @@
 
 A run that goes back to an earlier checkpoint takes snapshots of lower steps again, perhaps on a host whose clock is
 behind. So a counter at the destination numbers the cuts, and the newest snapshot is the one with the greatest number.
-An incomplete upload is not removed before a later cut is complete: until then it may be under way.
+An incomplete upload is not removed before a later cut is complete: until then it is likely to be under way. One that
+is under way even then ends with an error, and no manifest of it stays.
 """
 
 from __future__ import annotations
@@ -123,8 +124,15 @@ def prune(destination: str, keep: int, run: str | None = None, *, dry_run: bool 
     with open_destination(destination) as opened:
         surplus = plan(opened, run_of(run), keep)
         for each in () if dry_run else surplus:
-            remove(opened, each.path)
+            withdraw(opened, each.path)
     return surplus
+
+
+def withdraw(destination: Destination, place: str) -> None:
+    """Remove a snapshot, first the marks of its beginning: an upload that is under way still finds none at its end."""
+    for name in filter(manifests.is_begun_name, destination.names(place)):
+        destination.delete(f"{place}/{name}")
+    remove(destination, place)
 
 
 def plan(destination: Destination, run: str, keep: int, oldest: int | None = None) -> list[Surplus]:

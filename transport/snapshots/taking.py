@@ -18,7 +18,7 @@ from transport.claims.open import open_rings
 from transport.claims.rings import FoundRings
 from transport.cooldown.destinations.base import PIECE, Destination, normalise
 from transport.cooldown.destinations.open import open_destination
-from transport.cooldown.upload import Stop, Stream, copied, removed_on_failure
+from transport.cooldown.upload import Stop, Stream, copied, remove, removed_on_failure
 from transport.errors import ClosedError, RingNotFoundError, SnapshotError, UsageError
 from transport.ring.buffer import HeldPayload, SharedRingBuffer
 from transport.ring.leases import ReadLease
@@ -66,7 +66,8 @@ class Snapshot:
         Raises:
             TimeoutError: it has not ended after ``timeout_s``, and goes on.
             DestinationError: the destination failed, is full or is gone. There is no snapshot of this attempt.
-            SnapshotError: parts of other hosts are missing, no part has a ring, or this attempt was begun before.
+            SnapshotError: parts of other hosts are missing, no part has a ring, this attempt was begun before, or a
+                later one was complete first and `prune` removed what this one had sent.
             UploadCancelledError: it was cancelled.
             ClosedError: this process was forked from the one that uploads it.
         """
@@ -228,6 +229,12 @@ def _upload(rings: contextlib.ExitStack, cut: _Cut, url: str, stop: Stop, progre
             manifest = _whole(cut, manifest, destination, place, stop)
         stop.check()
         destination.put(f"{place}/{manifests.NAME}", manifest.encode())
+        if destination.size(f"{place}/{manifests.begun_name(number)}") is None:  # see `prune`
+            remove(destination, place)
+            raise SnapshotError(
+                f"snapshot of step {cut.step}, attempt {cut.attempt}: a later one was complete first, and `prune` has "
+                "removed this one's files"
+            )
         return manifest
 
 

@@ -13,7 +13,6 @@ new places are in the controller's file: runs that load at the same time need a 
 from __future__ import annotations
 
 import mmap
-import os
 import pickle
 import struct
 from collections.abc import Iterator
@@ -27,7 +26,7 @@ from transport.adapters.transferqueue.packing import Packed, Place
 from transport.adapters.transferqueue.reader import Reader
 from transport.adapters.transferqueue.rings import Rings
 from transport.errors import CheckpointDamagedError, TicketError, TransportError
-from transport.runtime.durable import write_whole
+from transport.runtime.durable import flush, write_whole
 
 FORMAT: Final = 1
 _STATE, _SAVED = "controller_state.pkl", "controller_state.saved.pkl"
@@ -69,10 +68,10 @@ def save(folder: Path, reader: Reader) -> None:
             slots.append(_Slot(place.encode(), sorted(samples[place.identity][1])))
 
         reader.read([place for place, _ in samples.values()], keep)
-        file.flush()
-        os.fsync(file.fileno())
+    flush(inner / _DATA)
     body = msgspec.msgpack.encode(_Index(FORMAT, slots))
     write_whole(inner / _INDEX, [_CHECKSUM.pack(_ring.checksum(body)), body])
+    flush(folder)
 
 
 def load(folder: Path, rings: Rings, reader: Reader) -> None:
