@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import random
 import secrets
 from collections import Counter
+from functools import partial
 from typing import Final, NamedTuple
 from unittest import mock
 
@@ -35,6 +37,7 @@ _OVERTAKEN: Final = 0.1  # of writes
 _STOPPED: Final = 0.003
 _STOPPED_AT_END: Final = 0.1  # of the writes that end an epoch
 _SETTLE_S: Final = 400.0  # after the last fault
+_LAST_ROUND_S: Final = 200.0  # after it, in a run without growth, which gives spares a rank in its next round only
 
 
 class MembersPlan(NamedTuple):
@@ -95,6 +98,7 @@ class Members:
         steps = [(self.now, order, member) for order, member in enumerate(self.members)]
         order = itertools.count(len(steps))
         known = len(self.members)
+        last_round_at = math.inf if self.rules.grow else last_fault + _LAST_ROUND_S
         while self.now < last_fault + _SETTLE_S:
             due, _, member = heapq.heappop(steps)
             self.now = max(self.now, due)
@@ -102,6 +106,9 @@ class Members:
             if fault_at <= self.now < last_fault:
                 fault_at = self.now + self.rng.expovariate(self.plan.faults_per_minute / 60.0)
                 self._fault()
+            if self.now >= last_round_at and member.session.view.state is State.ACTIVE:
+                last_round_at = math.inf
+                member.do(partial(member.session.say, Status.RESTART, "a round for the spares"))
             member.do(member.step)
             for each in (member, *self.members[known:]):
                 if each.alive:
@@ -256,7 +263,7 @@ class Members:
             raise Violation(f"the store has {records} records of {len(self.members)} members and {epochs} epochs")
 
     def _check_settled(self) -> None:
-        """Long after the last fault who lives has a place, as far as there are places."""
+        """Check that long after the last fault, a run gives every rank that it can."""
         living = self._living()
         active = [member for member in living if member.session.view.state is State.ACTIVE]
         wanted = min(len(living), self.plan.members)
