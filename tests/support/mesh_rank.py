@@ -18,6 +18,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from transport import Schema, Settings, Trainer, UpTo
 from transport.packer.consumed_record import ConsumedRecord
 from transport.store.base import Change, Entry, Store
@@ -57,13 +59,15 @@ class Halts:
 def points_of(changes: Sequence[Change]) -> Iterator[str]:
     """Name what changes of a mesh's records are."""
     for key, value, *_ in changes:
-        match key.split("/")[2:]:
-            case ["step", _]:
-                yield "forget" if value is None else "plan"
-            case ["vote", _, _] if value is not None:
-                yield f"{value.decode()} vote"
-            case ["state", _] if value in (b"go", b"consumed"):
-                yield value.decode()
+        match key.split("/")[2:], None if value is None else msgspec.json.decode(value):
+            case ["step", _], None:
+                yield "forget"
+            case ["step", _], _:
+                yield "plan"
+            case ["vote", _, _], str(vote):
+                yield f"{vote} vote"
+            case ["state", _], ["go" | "consumed" as state, *_]:
+                yield state
 
 
 class HaltingStore(Store):
@@ -77,8 +81,9 @@ class HaltingStore(Store):
         found = self._store.get_many(keys)
         if any("/part/" in key for key in keys):
             self._halts.at("reading")
-        if any(entry is not None and entry.value == b"consumed" for entry in found):
-            self._halts.at("seen consumed")
+        for key, entry in zip(keys, found, strict=True):
+            if entry is not None and "consumed" in points_of([Change(key, entry.value)]):
+                self._halts.at("seen consumed")
         return found
 
     def _scan(self, prefix: str) -> Mapping[str, Entry]:
