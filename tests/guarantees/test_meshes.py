@@ -15,7 +15,10 @@ from mesh_run import MeshRun, ThisHost, mesh_run
 from redis_server import needs_redis
 from two_hosts import redis_at, two_hosts, why_not
 
-from transport import Schema, Trainer, UpTo
+from transport import Rollout, Schema, ServerOptions, Trainer, UpTo
+from transport.errors import SnapshotError
+from transport.packer.consumed_record import ConsumedRecord
+from transport.snapshots import restore
 from transport.store.open import open_store
 from transport.training.assembling import Group
 from transport.training.step_records import StepRecords
@@ -90,6 +93,114 @@ def test_ranks_on_two_hosts_that_are_killed_at_each_point_of_a_step(tmp_path: Pa
         for point in POINTS:
             kill_at(run, point, victims, random.Random(point))
         run.end()
+
+
+JOB = """
+import sys
+from pathlib import Path
+from transport import Mesh, Rollout, Schema, ServerOptions, Settings, Trainer, UpTo
+from transport.snapshots import snapshot
+schema = Schema.of(tokens=("int32", UpTo(4096)))
+
+def roll_out(rings, groups):
+    with (
+        Rollout(schema, rings, drain_s=0, server=ServerOptions(linger_s=0)) as one,
+        Rollout(schema, rings, drain_s=0, server=ServerOptions(linger_s=0)) as other,
+    ):
+        for group in range(int(groups)):
+            for rollout in (one, other, other, one):
+                rollout.write({"tokens": [group]}, group=f"p{group}", of=4)
+        print("written", flush=True)
+        sys.stdin.readline()
+
+def train(rings, rank, folder, wire):
+    place = Path(folder, "record")
+    record = place.read_bytes() if place.exists() else None
+    mesh = Mesh(2, 1, int(rank), store=f"sqlite:///{folder}/steps.db")
+    settings = Settings(claim_lease_s=5.0)
+    with Trainer(schema, rings, mesh=mesh, record=record, wire={wire}, settings=settings) as trainer:
+        for step in trainer.steps(2):
+            step.accept()
+            print(*step.groups, step.samples, flush=True)
+            while sys.stdin.readline().strip() != "consume":
+                taken = trainer.record.to_bytes()
+                snapshot(trainer.rings, f"{folder}/snapshots", 1).wait()
+                place.write_bytes(taken)
+                print("kept", flush=True)
+            trainer.consume()
+    print("over", flush=True)
+
+{"roll_out": roll_out, "train": train}[sys.argv[1]](*sys.argv[2:])
+"""
+
+
+class Worker:
+    """A process of `JOB`, which is told lines and says some."""
+
+    def __init__(self, stack: ExitStack, *words: object) -> None:
+        command = [sys.executable, "-c", JOB, *map(str, words)]
+        pipe = subprocess.PIPE
+        self.process = stack.enter_context(subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True))
+        stack.callback(self.process.kill)
+
+    def told(self, words: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{words}\n")
+        self.process.stdin.flush()
+
+    def says(self) -> list[str]:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().split()
+
+
+def restored(folder: Path, rollout: Rollout) -> None:
+    """Restore as soon as the rings of before are gone."""
+
+    def done() -> bool:
+        try:
+            restore(f"{folder}/snapshots", 1, rollout, consumed=[ConsumedRecord.from_bytes(kept)])
+        except SnapshotError:
+            return False
+        return True
+
+    kept = (folder / "record").read_bytes()
+    eventually(done)
+
+
+@pytest.mark.parametrize("wire", ["mapped", "tcp"])
+def test_a_job_that_goes_back_to_a_snapshot_with_its_store_learns_every_group_once(tmp_path: Path, wire: str) -> None:
+    """The store has steps behind the checkpoint: consumed, learned by one rank, and read ahead."""
+    (tmp_path / "snapshots").mkdir()
+    prefix = f"mesh-{secrets.token_hex(4)}-"
+    found: list[list[str]] = []
+    with ExitStack() as stack:
+        writer = Worker(stack, "roll_out", f"rings:{prefix}", 14)
+        assert writer.says() == ["written"]
+        ranks = [Worker(stack, "train", f"rings:{prefix}", rank, tmp_path, wire) for rank in range(2)]
+        for number in range(5):
+            said = [rank.says() for rank in ranks]
+            assert said[0] == said[1] and said[0][-1] == "8"
+            if number == 1:
+                ranks[0].told("keep")
+                assert ranks[0].says() == ["kept"]
+            found += [said[0][:-1]] if number <= 1 else []
+            for rank in ranks[: 1 if number == 4 else 2]:
+                rank.told("consume")
+        for each in [*ranks, writer]:
+            each.process.kill()
+            each.process.wait()
+    with ExitStack() as stack:
+        server = ServerOptions(linger_s=0)
+        rollout = stack.enter_context(Rollout(SCHEMA, f"rings:{prefix}", slots=64, drain_s=0, server=server))
+        restored(tmp_path, rollout)
+        rollout.ring.end_data()
+        ranks = [Worker(stack, "train", f"rings:{prefix}", rank, tmp_path, wire) for rank in range(2)]
+        while (said := [rank.says() for rank in ranks]) != [["over"]] * 2:
+            assert said[0] == said[1] and said[0][-1] == "8"
+            found.append(said[0][:-1])
+            for rank in ranks:
+                rank.told("consume")
+    assert sorted(name for names in found for name in names) == sorted(f"p{group}" for group in range(14))
 
 
 WRITER = """

@@ -88,3 +88,28 @@ def test_other_bytes_and_unknown_versions_are_refused() -> None:
         ConsumedRecord.from_bytes(b"\x80garbage")
     with pytest.raises(UsageError, match="version mismatch: found 9, this build reads 1"):
         ConsumedRecord.from_bytes(msgspec.msgpack.encode({"version": 9, "rings": []}))
+
+
+@given(st.lists(st.text(min_size=1, alphabet="abcé")), st.lists(st.text(min_size=1, alphabet="abcé")))
+def test_a_record_has_the_names_of_groups_that_were_added_and_no_others(before: list, after: list) -> None:
+    record = ConsumedRecord()
+    record.groups.add(before)
+    copy, stored = record.copy(), ConsumedRecord.from_bytes(record.to_bytes())
+    record.groups.add(after)
+    merged = ConsumedRecord.merged([stored, record])
+    names = {*before, *after, "x", ""}
+    for found, had in [
+        (copy, {*before}),
+        (stored, {*before}),
+        (record, {*before, *after}),
+        (merged, {*before, *after}),
+    ]:
+        assert {name for name in names if name in found.groups} == had and len(found.groups) == len(had)
+
+
+def test_many_names_are_eight_bytes_each() -> None:
+    record = ConsumedRecord()
+    for step in range(100):
+        record.groups.add(f"step {step}, prompt {group}" for group in range(200))
+    assert len(record.groups) == 20_000 and len(record.to_bytes()) < 8 * 20_000 + 200
+    assert "step 50, prompt 100" in record.groups and "step 100, prompt 0" not in record.groups

@@ -12,8 +12,12 @@ from transport.group import EndOf
 from transport.training.assembling import SETTLE_S, Arrival, Assembly
 
 
-def sample(number: int, group: str = "g", of: int | None = None, version: int | None = None) -> Arrival:
-    return Arrival((f"{number % 3:032x}", number, 1), group, of, 10, version, b"", (f"{number % 3:032x}", number, 1))
+def sample(
+    number: int, group: str = "g", of: int | None = None, version: int | None = None, ring: int | None = None
+) -> Arrival:
+    """Of a restored one ``ring`` is where it is now."""
+    origin = (f"{number % 3:032x}", number, 1)
+    return Arrival(origin if ring is None else (f"{ring:032x}", number, 1), group, of, 10, version, b"", origin)
 
 
 def assembly(*, timeout_s: float | None = None, short: bool = False) -> Assembly:
@@ -28,13 +32,20 @@ def test_a_group_is_complete_when_as_many_samples_have_come_as_it_is_of() -> Non
     assert [len(group) for group in made.complete] == [2] and not made.open
 
 
-def test_a_complete_group_takes_no_more_samples_until_its_name_is_free() -> None:
+def test_a_complete_group_takes_no_more_samples_until_it_is_taken_out() -> None:
     made = assembly()
     assert [made.add(sample(number, of=3), 0.0) for number in range(4)] == [True, True, True, False]
     made.pick(1)
-    assert not made.add(sample(4, of=3), 0.0)
-    made.free(["g"])
     assert made.add(sample(5, of=3), 0.0) and [len(group) for group in made.open] == [1]
+
+
+def test_a_restored_sample_that_comes_from_two_rings_is_one_sample() -> None:
+    made = assembly()
+    assert [made.add(sample(1, of=2, ring=ring), 0.0) for ring in (7, 8, 7)] == [True, False, True]
+    assert not made.complete and [len(group) for group in made.open] == [1]
+    made.lose([sample(1, ring=7).delivery])
+    assert made.add(sample(1, of=2, ring=8), 0.0) and made.add(sample(2, of=2), 0.0)
+    assert [[each.delivery[0][-1] for each in group.samples] for group in made.complete] == [["8", "2"]]
 
 
 def test_a_sample_without_a_group_is_one_by_itself() -> None:
@@ -47,7 +58,7 @@ def test_a_sample_without_a_group_is_one_by_itself() -> None:
 def test_an_ended_group_is_complete_with_what_there_is_when_others_have_had_time_to_come() -> None:
     made = assembly()
     made.add(sample(1, of=8), 0.0)
-    made.end(EndOf("g", None, None), ("e", 0, 1), "e", 1.0)
+    made.end(EndOf("g", None, None), ("e", 0, 1), ("e", 0, 1), 1.0)
     made.turn(1.0 + SETTLE_S / 2, False, None)
     made.add(sample(2, of=8), 1.0 + SETTLE_S / 2)  # of another ring, written before the end
     made.turn(1.0 + SETTLE_S, False, None)
@@ -59,7 +70,7 @@ def test_an_ended_group_is_complete_with_what_there_is_when_others_have_had_time
 def test_an_ended_group_waits_for_all_that_its_writer_wrote() -> None:
     made = assembly()
     made.add(sample(0), 0.0)
-    made.end(EndOf("g", None, 2), ("e", 0, 1), sample(0).origin[0], 0.0)
+    made.end(EndOf("g", None, 2), ("e", 0, 1), (sample(0).origin[0], 0, 2), 0.0)
     made.turn(10.0 * SETTLE_S, False, None)
     assert not made.complete
     made.add(sample(3), 10.0 * SETTLE_S)  # of the same ring
@@ -70,7 +81,7 @@ def test_an_ended_group_waits_for_all_that_its_writer_wrote() -> None:
 def test_an_end_says_of_how_many_samples_of_all_rings_the_group_is() -> None:
     made = assembly()
     made.add(sample(0), 0.0)
-    made.end(EndOf("g", 2, 1), ("e", 0, 1), sample(0).origin[0], 0.0)
+    made.end(EndOf("g", 2, 1), ("e", 0, 1), (sample(0).origin[0], 0, 2), 0.0)
     made.turn(10.0 * SETTLE_S, False, None)
     assert not made.complete
     made.add(sample(1), 10.0 * SETTLE_S)  # of another ring
@@ -79,7 +90,7 @@ def test_an_end_says_of_how_many_samples_of_all_rings_the_group_is() -> None:
 
 def test_an_end_of_a_group_without_samples_leaves_nothing() -> None:
     made = assembly()
-    made.end(EndOf("g", None, None), ("e", 0, 1), "e", 0.0)
+    made.end(EndOf("g", None, None), ("e", 0, 1), ("e", 0, 1), 0.0)
     [given_up] = made.turn(10.0, False, None)
     assert given_up.group.deliveries == [("e", 0, 1)] and not made.complete and not made.open
 
@@ -144,13 +155,13 @@ def test_no_sample_is_in_two_groups_and_none_is_forgotten(
             number += 1
             inside[number] += made.add(sample(number, name, of), now)
         elif what == "end" and name:
-            made.end(EndOf(name, None, None), (name, len(inside), int(2 * now)), name, now)
+            mark = (name, len(inside), int(2 * now))
+            made.end(EndOf(name, None, None), mark, mark, now)
         elif what == "lose":
             made.lose([sample(amount).delivery])
             inside.pop(amount, None)
         else:
             left = [each.group for each in made.turn(now, False, None)] if what == "turn" else made.pick(amount)
-            made.free(group.name for group in left)
             for group in left:
                 for each in group.samples:
                     inside[each.delivery[1]] -= 1

@@ -253,6 +253,56 @@ def test_a_sample_beyond_its_groups_size_is_left_out(ring: SharedRingBuffer, pre
     assert ring.native.unread == 0
 
 
+def test_a_group_that_is_written_anew_long_after_it_was_learned_is_left_out(
+    ring: SharedRingBuffer, prefix: str, wire: str
+) -> None:
+    for value in range(8):  # the records of steps are forgotten by then
+        write(ring, f"p{value}", value)
+    with trainer_of(prefix, wire) as trainer:
+        for number, step in zip(range(8), trainer.steps(1), strict=False):
+            step.consume()
+            if number == 7:
+                write(ring, "p0", 0)
+        eventually(lambda: trainer.statistics().surplus == 4)
+        record = trainer.record.to_bytes()
+    assert ring.native.unread == 0
+    write(ring, "p1", 1)
+    write(ring, "p8", 8)
+    ring.end_data()
+    with trainer_of(prefix, wire, record=record) as trainer:
+        assert learned(trainer, 1) == [[8] * 4]
+
+
+def test_a_group_that_is_made_again_when_it_was_returned_is_learned_once_whoever_is_told_again(prefix: str) -> None:
+    def rollout() -> Rollout:
+        return Rollout(SCHEMA, f"rings:{prefix}", name="one", mode="thread", drain_s=0)
+
+    def made_again(writer: Rollout) -> None:
+        came: list[str] = []
+        eventually(lambda: came.extend(writer.returned()) or came)
+        for group in came:
+            for _ in range(2):
+                writer.write({"tokens": [7]}, group=group, of=2, version=10)
+
+    with trainer_of(prefix, max_age=2) as trainer:
+        trainer.version = 10
+        steps = iter(trainer.steps(1, stale="return"))
+        with rollout() as writer:
+            for _ in range(2):
+                writer.write({"tokens": [1]}, group="old", of=2, version=3)
+            made_again(writer)
+            step = next(steps)
+            assert step.groups == ["old"] and values(step) == [7, 7]
+            step.consume()
+            writer.ring.close(keep_unread=True)  # as if it were killed
+        with rollout() as writer:
+            made_again(writer)
+            writer.write({"tokens": [2]}, group="new", of=1, version=10)
+            step = next(steps)
+            assert step.groups == ["new"]
+            step.consume()
+
+
 def test_a_group_that_is_not_chosen_moves_no_bytes(ring: SharedRingBuffer, prefix: str, wire: str) -> None:
     for value, rewards in enumerate([(0.0, 1.0), (1.0, 1.0), (0.0, 1.0)]):
         for reward in rewards:
@@ -482,8 +532,9 @@ def test_a_step_whose_rings_are_gone_is_given_up_when_all_ranks_begin_again(pref
         ranks_run(prefix, store, 1, 1, lambda trainer: next(iter(trainer.steps(1))).number)
     with ring_of(f"{prefix}b", schema=SCHEMA, slot_bytes=None) as ring:
         write(ring, "new", 2)
+        write(ring, "old", 3)  # anew, while the step stands that has it
         ring.end_data()
-        assert ranks_run(prefix, store, 1, 1, lambda trainer: learned(trainer, 1)) == [[[2] * 4]]
+        assert ranks_run(prefix, store, 1, 1, lambda trainer: learned(trainer, 1)) == [[[2] * 4, [3] * 4]]
 
 
 def test_a_process_whose_rank_another_one_has_by_now_votes_no_more(

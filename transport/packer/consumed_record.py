@@ -1,7 +1,8 @@
 """The record of consumed payloads: a payload that comes a second time is dropped, also after a trainer's restart.
 
 A slot's generations are published one after the other, each only after every rank has consumed the previous one. The
-highest consumed generation of each (ring, slot, rank) is therefore a complete record, in a few bytes for each slot.
+highest consumed generation of each (ring, slot, rank) is therefore a complete record, in a few bytes for each slot. Of
+training steps it has the names of their groups as well: a rollout may write a group anew, in other slots.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Iterable
 import msgspec
 
 from transport.errors import UsageError
+from transport.packer.group_names import GroupNames
 from transport.runtime.decoders import ready
 from transport.settings import DEFAULTS, Settings
 
@@ -28,6 +30,7 @@ class _Stored(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     version: int
     rings: list[tuple[str, list[tuple[int, int, int]]]]
     steps: dict[str, int] = {}
+    groups: bytes = b""
 
 
 ready(_Stored)
@@ -41,6 +44,7 @@ class ConsumedRecord:
 
     Attributes:
         steps: of each mesh, by the id of its records, the number of the last training step.
+        groups: names of the groups of all training steps; eight bytes each, which no bound lets go.
 
     Not thread-safe. Store it in the trainer's checkpoint (``to_bytes``): a restarted trainer then drops exactly the
     payloads on which its checkpoint was trained, and accepts the others.
@@ -51,6 +55,7 @@ class ConsumedRecord:
         # Invariant: len() <= _most_rings; ordered by last use, the longest ago first.
         self._rings: OrderedDict[str, dict[tuple[int, int], int]] = OrderedDict()
         self.steps: dict[str, int] = {}
+        self.groups = GroupNames()
 
     def __repr__(self) -> str:
         return f"<ConsumedRecord {len(self)} slots of {len(self._rings)} rings>"
@@ -91,6 +96,7 @@ class ConsumedRecord:
         copy._most_rings = self._most_rings
         copy._rings = OrderedDict((ring, dict(slots)) for ring, slots in self._rings.items())
         copy.steps = dict(self.steps)
+        copy.groups = self.groups.copy()
         return copy
 
     @classmethod
@@ -98,6 +104,7 @@ class ConsumedRecord:
         """Return what any of the records has, for trainers that share a run: each may get what another one had."""
         made = cls(settings)
         for record in records:
+            made.groups.update(record.groups)
             for ring, slots in record._rings.items():
                 for (slot, rank), generation in slots.items():
                     made.accept(ring, slot, generation, rank)
@@ -109,7 +116,7 @@ class ConsumedRecord:
             (ring, [(slot, rank, generation) for (slot, rank), generation in slots.items()])
             for ring, slots in self._rings.items()
         ]
-        return msgspec.msgpack.encode(_Stored(STORED_VERSION, rings, self.steps))
+        return msgspec.msgpack.encode(_Stored(STORED_VERSION, rings, self.steps, self.groups.to_bytes()))
 
     @classmethod
     def from_bytes(cls, data: bytes, settings: Settings = DEFAULTS) -> ConsumedRecord:
@@ -125,6 +132,7 @@ class ConsumedRecord:
             )
         record = cls(settings)
         record.steps = stored.steps
+        record.groups = GroupNames(stored.groups)
         for ring, slots in stored.rings[-record._most_rings :]:
             record._rings[ring] = {(slot, rank): generation for slot, rank, generation in slots}
         return record

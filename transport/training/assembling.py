@@ -1,5 +1,7 @@
 """Assembly: samples of several rings become complete groups. No I/O; the caller says what has come, and the time.
 
+A sample is known by its origin: a restored one may come from two rings.
+
 open ──as many samples as `of`──────────────────────► complete ──pick──► a step
   ├──end_group, all that its writer wrote, and SETTLE_S without another one──► complete with what there is
   ├──timeout, or the data is over──► short, or given up
@@ -48,7 +50,7 @@ class Group(Sequence[Ticket]):
     Attributes:
         name: that its rollouts gave it.
         of: of how many samples it should be; None: not known.
-        marks: deliveries that said its end.
+        marks: deliveries that said its end, and what each was at first.
     """
 
     def __init__(self, name: str, since: float) -> None:
@@ -56,7 +58,7 @@ class Group(Sequence[Ticket]):
         self.of: int | None = None
         self.since = since  # when its first sample came
         self.ended_at: float | None = None
-        self.marks: list[Delivery] = []
+        self.marks: dict[Delivery, Delivery] = {}
         self._written: dict[str, int] = {}  # by ring, as the ends say
         self.chosen = False
         self.samples: list[Arrival] = []
@@ -92,6 +94,11 @@ class Group(Sequence[Ticket]):
     def deliveries(self) -> list[Delivery]:
         """All that the rings have of it."""
         return [*(each.delivery for each in self.samples), *self.marks]
+
+    @property
+    def origins(self) -> list[Delivery]:
+        """What all of these were at first."""
+        return [*(each.origin for each in self.samples), *self.marks.values()]
 
     def ends(self, ring: str, written: int | None, now: float) -> None:
         """Note that a ring has its end, behind so many samples."""
@@ -139,8 +146,8 @@ class Assembly:
         self._short = short
         self._open: dict[str, Group] = {}
         self._complete: list[Group] = []
-        self._known: set[Delivery] = set()
-        self._whole: set[str] = set()  # names of groups that are complete, or were taken out so
+        self._known: dict[Delivery, Delivery] = {}  # by origin
+        self._whole: set[str] = set()  # names of groups that are complete
 
     def __repr__(self) -> str:
         return f"<Assembly {len(self._complete)} complete, {len(self._open)} open groups>"
@@ -155,6 +162,10 @@ class Assembly:
         """Groups that wait for samples."""
         return list(self._open.values())
 
+    def waits_for(self, name: str) -> bool:
+        """Tell whether a group of this name waits for samples."""
+        return name in self._open
+
     @property
     def open_count(self) -> int:
         """How many groups wait for samples; any thread."""
@@ -164,15 +175,13 @@ class Assembly:
         return sum(map(len, self._open.values())) + sum(map(len, self._complete))
 
     def add(self, sample: Arrival, now: float) -> bool:
-        """Note a sample that has come. False: its group is complete without it.
+        """Note a sample that has come. False: its group is complete without it, or it is there from another ring.
 
         One that is there already came again, since its claim was lost for a moment.
         """
-        if sample.delivery in self._known:
-            return True
-        if sample.group in self._whole:
-            return False
-        self._known.add(sample.delivery)
+        if sample.origin in self._known or sample.group in self._whole:
+            return self._known.get(sample.origin) == sample.delivery
+        self._known[sample.origin] = sample.delivery
         if not sample.group:
             alone = Group("", now)
             alone.of, alone.samples = 1, [sample]
@@ -186,29 +195,22 @@ class Assembly:
         self._settle(group)
         return True
 
-    def end(self, end: EndOf, mark: Delivery, ring: str, now: float) -> None:
+    def end(self, end: EndOf, mark: Delivery, origin: Delivery, now: float) -> bool:
         """Note that no more samples of a group are written, as the payload without fields at ``mark`` says.
 
-        Args:
-            ring: to which the mark was first written.
+        False: it is there from another ring.
         """
-        if mark not in self._known:
-            self._known.add(mark)
-            group = self._open.setdefault(end.name, Group(end.name, now))
-            group.marks.append(mark)
-            if end.of is None:
-                group.ends(ring, end.written, now)
-            else:
-                group.of = end.of
-                self._settle(group)
-
-    def hold(self, names: Iterable[str]) -> None:
-        """Refuse more samples of groups that are in a step."""
-        self._whole.update(names)
-
-    def free(self, names: Iterable[str]) -> None:
-        """Take samples of these names again: what comes is of other groups, or of those again."""
-        self._whole.difference_update(names)
+        if origin in self._known:
+            return self._known[origin] == mark
+        self._known[origin] = mark
+        group = self._open.setdefault(end.name, Group(end.name, now))
+        group.marks[mark] = origin
+        if end.of is None:
+            group.ends(origin[0], end.written, now)
+        else:
+            group.of = end.of
+            self._settle(group)
+        return True
 
     def _settle(self, group: Group) -> None:
         if group.of is not None and len(group) >= group.of:
@@ -222,13 +224,15 @@ class Assembly:
 
     def lose(self, deliveries: Iterable[Delivery]) -> None:
         """Note samples whose claims are lost: they come again, or others have them. Their groups are open again."""
-        lost = self._known.intersection(deliveries)
-        self._known -= lost
+        lost = set(deliveries)
         for group in [*self._complete, *self._open.values()] if lost else []:
             if lost.isdisjoint(group.deliveries):
                 continue
+            for delivery, origin in zip(group.deliveries, group.origins, strict=True):
+                if delivery in lost:
+                    del self._known[origin]
             group.samples = [each for each in group.samples if each.delivery not in lost]
-            group.marks = [each for each in group.marks if each not in lost]
+            group.marks = {mark: origin for mark, origin in group.marks.items() if mark not in lost}
             if not group.marks:
                 group.goes_on()
             if self._open.get(group.name) is group:
@@ -242,7 +246,7 @@ class Assembly:
             other = self._open.setdefault(group.name, group)
             if other is not group:
                 other.samples += group.samples
-                other.marks += group.marks
+                other.marks |= group.marks
                 other.since = min(other.since, group.since)
                 self._settle(other)
 
@@ -277,12 +281,7 @@ class Assembly:
 
     def _left(self, group: Group, reason: Reason, why: str) -> GivenUp:
         """Take a group out; its name may be that of another one."""
-        if self._open.get(group.name) is group:
-            del self._open[group.name]
-            self._known.difference_update(group.deliveries)
-        else:
-            self.leave(group)
-            self._whole.discard(group.name)
+        self.leave(group)
         return GivenUp(group, reason, why)
 
     def pick(self, most: int) -> list[Group]:
@@ -293,6 +292,11 @@ class Assembly:
         return picked
 
     def leave(self, group: Group) -> None:
-        """Take a complete group out; its name is held until it is made `free`."""
-        self._complete.remove(group)
-        self._known.difference_update(group.deliveries)
+        """Take a group out."""
+        for origin in group.origins:
+            del self._known[origin]
+        if self._open.get(group.name) is group:
+            del self._open[group.name]
+        else:
+            self._complete.remove(group)
+            self._whole.discard(group.name)

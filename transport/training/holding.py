@@ -223,6 +223,10 @@ class Holding:
             del self._held[delivery]
         return lost
 
+    def rings(self) -> set[str]:
+        """Return the ids of the rings from which claims can be taken at the moment."""
+        return set(self._rings.slots())
+
     def held_by_ring(self) -> Counter[str]:
         """How many claims of each ring are held; `FoundRings.slots` has how many slots it has."""
         return Counter(ring for ring, _, _ in self._held)

@@ -5,6 +5,14 @@
 
 `turn` is called again and again, from one thread at a time. The planner holds the claims of all that it has seen; who
 follows it claims them anew, and goes on with the steps that stand in the records: their payloads are in no other group.
+
+A sample is trained once: it is known by its origin, which a restored one keeps, and by the name of its group, where a
+rollout writes it anew. What comes of a complete group or of a step that stands waits for what becomes of these:
+
+    learned ──► left out      void, given up, lost ──► it is taken like any other
+
+What was learned the record says, from which the model began, and not the records of steps: those of a job that went
+back to a checkpoint have steps behind it.
 """
 
 from __future__ import annotations
@@ -20,7 +28,6 @@ import msgspec
 from transport.claims.lead import LeadSaid
 from transport.errors import StoreError, TransportError
 from transport.group import returned
-from transport.packer.consumed_record import ConsumedRecord
 from transport.runtime.error_text import error_text
 from transport.runtime.logs import LOOK_S, SAY_AGAIN_S, LogLimit
 from transport.ticket import Ticket
@@ -28,6 +35,7 @@ from transport.training.assembling import Arrival, Assembly, GivenUp, Group, Rea
 from transport.training.counts import StepCounts
 from transport.training.holding import Delivery, HeldSample, Holding
 from transport.training.layout import lay_out
+from transport.training.learned import Learned
 from transport.training.step_records import PlannedGroup, PlannedPart, PlannedStep, StepRecords
 
 log = logging.getLogger(__name__)
@@ -38,6 +46,7 @@ _RENEW_S: Final = 1.0
 _KEEP: Final = 3  # steps that are consumed and stay in the records, for ranks that look at their state
 _ANSWERS_S: Final = 5.0  # for rings to answer what is consumed at a close
 _LAST_S: Final = 30.0  # for votes on the last steps
+_GONE_S: Final = 10.0  # for a ring that nobody answers for to come back
 _BACK_S: Final = 0.2  # until what a step could not have is claimed again
 
 Choose = Callable[[Group], bool]
@@ -77,10 +86,9 @@ class Planner:
         rank: of the readers that the mesh is, among those of each payload.
         oldest: gives the version below which a group is stale, at the moment; None: none is.
         fits: raises for a ticket that the trainer cannot lay out.
-        record: of what the model has learned before.
         crowded: gives sentences about rings whose slots are nearly all held.
         lead: tells rollouts how many steps wait.
-        is_learned: tells whether the model of this rank has learned a step.
+        learned: what the model of this rank has.
         counts: of the trainer.
         ended: tells whether no rollout writes any more, and the rings have only what is held, so much of each.
     """
@@ -95,11 +103,10 @@ class Planner:
         rank: int,
         oldest: Callable[[], int | None],
         fits: Callable[[Ticket], object],
-        record: ConsumedRecord,
         ended: Callable[[Mapping[str, int]], bool],
         crowded: Callable[[], Sequence[str]],
         lead: LeadSaid,
-        is_learned: Callable[[int], bool],
+        learned: Learned,
         counts: StepCounts,
     ) -> None:
         self._holding = holding
@@ -109,20 +116,25 @@ class Planner:
         self._rank = rank
         self._oldest = oldest
         self._fits = fits
-        self._learned = record
+        self._model = learned
+        self._learned = learned.copied()  # and what it saw consumed
         self._ended = ended
         self._crowded = crowded
         self._lead = lead
-        self._is_learned = is_learned
         self._counts = counts
         self._assembly = Assembly(timeout_s=terms.group_timeout_s, short=terms.incomplete == "short")
         self._term = 0  # of this rank as the planner; 0: another one plans
         self._renew_at = 0.0
         self._steps: dict[int, PlannedStep] = {}  # neither consumed nor void
-        self._reserved: dict[Delivery, int] = {}  # what they have
+        self._reserved: set[Delivery] = set()  # what they have
+        self._origins: set[Delivery] = set()  # of what they have
+        self._names: set[str] = set()  # of their groups
+        self._late: dict[Delivery, HeldSample] = {}  # wait for what becomes of a group, or of a step
+        self._decided = False  # something has become of one
         self._consumed: dict[int, set[Delivery]] = {}  # steps whose rings have not answered for all
+        self._lost_since: dict[int, float] = {}  # claims of steps
+        self._spent: set[Delivery] = set()  # of those that were consumed behind the checkpoint of this start
         self._done: list[int] = []
-        self._names: dict[int, list[str]] = {}  # of the groups of steps, and of those refused meanwhile
         self._next = 0
         self._end: int | None = None
         self._waits_since: float | None = None
@@ -170,17 +182,19 @@ class Planner:
     def _turn(self) -> None:
         self._look_at_steps()
         written = self._ended(Counter(ring for ring, *_ in self._holding.deliveries))  # before the look at what came
-        self._assembly.lose(self._holding.lost())
+        if lost := self._holding.lost():
+            self._assembly.lose(lost)
+            self._decided = True
         came = self._holding.take(MOST, 0.0 if self._may_plan() and self._enough() else _SLICE_S)
         now = time.monotonic()
-        for sample in came:
+        for sample in [*self._due(), *came]:
             self._came(sample, now)
         self._look_at_claims()
         over = written and not came
         self._give_up(now, over)
         if self._may_plan():
             self._plan(now, over)
-        waiting = sum(not self._is_learned(number) for number in self._steps)
+        waiting = sum(not self._model.has(number) for number in self._steps)
         self._lead.say(waiting + len(self._assembly.complete) // self._terms.groups)
 
     def close(self, learned: Collection[int] = ()) -> None:
@@ -223,6 +237,7 @@ class Planner:
         """Go on from the records, as the planner of this term; 0: another one plans."""
         if not term:
             return
+        self._learned = self._model.copied()
         self._next = self._records.next_number()
         for step, state in self._records.standing():
             if step.ends:
@@ -231,8 +246,11 @@ class Planner:
                 else:
                     self._end = step.number
             elif state == "consumed":
-                self._hold(step)
-                self._note_consumed(step)
+                if self._model.is_of_model(step.number):
+                    self._note_learned(step)
+                else:
+                    self._spent.update(step.deliveries())
+                self._consume(step)
             elif state == "void":
                 self._done.append(step.number)
             elif step.shape != self._shape:
@@ -251,21 +269,29 @@ class Planner:
         self._assembly = Assembly(timeout_s=self._terms.group_timeout_s, short=self._terms.incomplete == "short")
         self._steps.clear()
         self._reserved.clear()
-        self._consumed.clear()
-        self._done.clear()
+        self._origins.clear()
         self._names.clear()
+        self._late.clear()
+        self._lost_since.clear()
+        self._consumed.clear()
+        self._spent.clear()
+        self._done.clear()
 
     def _stands(self, step: PlannedStep) -> None:
         """Note a step that is neither consumed nor void."""
-        self._hold(step)
         self._steps[step.number] = step
-        self._reserved.update(dict.fromkeys(step.deliveries(), step.number))
+        self._reserved.update(step.deliveries())
+        self._origins.update(step.origins())
+        self._names.update(step.names())
 
-    def _hold(self, step: PlannedStep) -> None:
-        """Refuse more samples of a step's groups as long as it is not forgotten."""
-        names = [group.name for group in step.groups]
-        self._names.setdefault(step.number, []).extend(names)
-        self._assembly.hold(names)
+    def _is_decided(self, step: PlannedStep) -> None:
+        """Note that a step is consumed, or void."""
+        del self._steps[step.number]
+        self._reserved.difference_update(step.deliveries())
+        self._origins.difference_update(step.origins())
+        self._names.difference_update(step.names())
+        self._lost_since.pop(step.number, None)
+        self._decided = True
 
     # --- steps that are planned -----------------------------------------------------------------------
     def _look_at_steps(self) -> None:
@@ -273,15 +299,15 @@ class Planner:
             return
         for step, state in zip(list(self._steps.values()), self._records.states(list(self._steps)), strict=True):
             if state not in ("consumed", "void"):
+                if state == "planned":
+                    self._give_up_lost(step)
                 continue
-            del self._steps[step.number]
-            for delivery in step.deliveries():
-                self._reserved.pop(delivery, None)
+            self._is_decided(step)
             if state == "consumed":
-                self._note_consumed(step)
+                self._note_learned(step)
+                self._consume(step)
             else:
                 self._counts.void_steps += 1
-                self._assembly.free(self._names.pop(step.number, ()))
                 why, unread = self._records.void(step.number)
                 log.warning("step %d is void, and its groups come again: %s", step.number, why)
                 held = [each for each in step.deliveries() if each in self._holding]
@@ -289,9 +315,25 @@ class Planner:
                 self._holding.give_back([each for each in held if each not in unread], _BACK_S, in_vain=False)
                 self._done.append(step.number)
 
-    def _note_consumed(self, step: PlannedStep) -> None:
+    def _give_up_lost(self, step: PlannedStep) -> None:
+        """Make a step void that not all have read, where claims of it are lost and do not come back: rings are gone."""
+        now = time.monotonic()
+        lost = {each[0] for each in step.deliveries() if each not in self._holding}
+        if not lost:
+            self._lost_since.pop(step.number, None)
+            return
+        since = self._lost_since.setdefault(step.number, now)
+        wait_s = self._records.lease_s if lost <= self._holding.rings() else _GONE_S
+        if now >= since + wait_s:
+            rings = ", ".join(sorted(each[:8] for each in lost))
+            self._records.cannot_read(step.number, f"nobody has served rings {rings} for {now - since:.0f} s", [])
+
+    def _note_learned(self, step: PlannedStep) -> None:
         for identity in step.identities():
             self._learned.accept(*identity)
+        self._learned.groups.add(step.names())
+
+    def _consume(self, step: PlannedStep) -> None:
         held = [each for each in step.deliveries() if each in self._holding]
         self._holding.consume(held)
         self._consumed[step.number] = set(held)
@@ -307,42 +349,57 @@ class Planner:
             self._holding.consume(again)
         self._done.sort()
         while self._done and self._done[0] < self._next - _KEEP:
-            self._records.forget(self._done[0])
-            self._assembly.free(self._names.pop(self._done.pop(0), ()))
+            self._records.forget(self._done.pop(0))
 
     # --- samples that come ----------------------------------------------------------------------------
+    def _due(self) -> list[HeldSample]:
+        """Return what has waited for what became of groups and steps."""
+        if not self._decided:
+            return []
+        late, self._late, self._decided = self._late, {}, False
+        return [each for each in late.values() if each.delivery in self._holding]
+
     def _came(self, sample: HeldSample, now: float) -> None:
         delivery = sample.delivery
         if delivery in self._reserved:  # of a step that another planner made
             return
         try:
             ticket = Ticket.decode(sample.note)
-            if self._learned.contains(*ticket.origin, sample.rank):
+            end, group = ticket.ends_group, ticket.group
+            name = end.name if end is not None else group.name if group is not None else ""
+            if delivery in self._spent or self._learned.contains(*ticket.origin, sample.rank):
                 self._holding.consume([delivery])
-                return
-            if ticket.ends_group is not None:
-                self._assembly.end(ticket.ends_group, delivery, ticket.origin[0], now)
-                return
-            self._fits(ticket)
+            elif not self._assembly.waits_for(name) and name in self._learned.groups:
+                self._leave_out(delivery, name, is_sample=end is None)
+            elif ticket.origin in self._origins or name in self._names or not self._add(sample, ticket, now):
+                self._late[delivery] = sample
         except TransportError as error:
             log.warning("a payload of ring %s was discarded: %s", delivery[0][:8], error_text(error))
             self._holding.discard([delivery], error_text(error))
-            return
+
+    def _add(self, sample: HeldSample, ticket: Ticket, now: float) -> bool:
+        """Add it to its group. False: it waits for what becomes of that."""
+        if ticket.ends_group is not None:
+            return self._assembly.end(ticket.ends_group, sample.delivery, ticket.origin, now)
+        self._fits(ticket)
         group = ticket.group
         tokens = sample.size if group is None or group.tokens is None else group.tokens
         name, of = ("", 1) if group is None else (group.name, group.of)
-        arrival = Arrival(delivery, name, of, tokens, sample.version, sample.note, ticket.origin)
-        if not self._assembly.add(arrival, now):
-            self._say_surplus(arrival)
-            self._holding.discard([delivery], f"group {name!r} is complete without it")
+        arrival = Arrival(sample.delivery, name, of, tokens, sample.version, sample.note, ticket.origin)
+        return self._assembly.add(arrival, now)
 
-    def _say_surplus(self, sample: Arrival) -> None:
+    def _leave_out(self, delivery: Delivery, name: str, *, is_sample: bool) -> None:
+        """End what comes of a group that was learned."""
+        if not is_sample:
+            self._holding.consume([delivery])
+            return
+        self._holding.discard([delivery], f"group {name!r} was learned without it")
         self._counts.surplus += 1
         if self._surplus_said.due() is not None:
             log.warning(
-                "a sample of group %r is left out: the group is complete without it. Give each group a name of its "
+                "a sample of group %r is left out: the group was learned without it. Give each group a name of its "
                 "own, and write no more samples than of= says",
-                sample.group,
+                name,
             )
 
     def _give_up(self, now: float, over: bool) -> None:
@@ -352,6 +409,7 @@ class Planner:
             log.warning("samples without a version have no age for max_age: have their rollouts write version=")
         for given_up in self._assembly.turn(now, over, oldest):
             group, reason, why = given_up
+            self._decided = True
             self._say_given_up(given_up)
             returns = reason == "stale" and self._terms.stale == "return"
             told = returned(group.name) if returns else f"its group: {why}"
@@ -400,7 +458,7 @@ class Planner:
             group.chosen = True
             if self._terms.choose is not None and not self._terms.choose(group):
                 self._assembly.leave(group)
-                self._names.setdefault(self._next, []).append(group.name)
+                self._decided = True
                 self._holding.consume(group.deliveries)
                 self._drop(group, "not chosen")
         if self._enough():
@@ -415,8 +473,10 @@ class Planner:
                 log.info("group %r is left out: fewer than %d groups are left", group.name, self._terms.groups)
                 self._holding.consume(group.deliveries)
                 self._drop(group, "tail")
-            self._end = self._next
-            self._records.end(self._next)
+                self._decided = True
+            if not self._decided:  # else what has waited for that comes first
+                self._end = self._next
+                self._records.end(self._next)
         else:
             self._say_waiting(now)
 
@@ -442,7 +502,7 @@ class Planner:
     def waiting(self) -> Mapping[str, int]:
         """Return by ring how many claims wait for their group, or for a step."""
         groups = (*self._assembly.complete, *self._assembly.open)
-        return Counter(ring for group in groups for ring, *_ in group.deliveries)
+        return Counter(ring for ring, *_ in (*self._late, *(each for group in groups for each in group.deliveries)))
 
     def _write(self, groups: Sequence[Group]) -> None:
         layout = lay_out([group.tokens for group in groups], self._shape[0], self._terms.max_tokens)
@@ -452,7 +512,7 @@ class Planner:
                 group.tokens,
                 [each.delivery for each in group.samples],
                 [(*each.origin, self._rank) for each in group.samples],
-                group.marks,
+                list(group.marks),
                 len(group) < (group.of or 0),
             )
             for group in groups

@@ -82,6 +82,14 @@ class PlannedStep(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
         """Return what a record has of its samples."""
         return [each for group in self.groups for each in group.identities]
 
+    def origins(self) -> list[Delivery]:
+        """Return as what its samples were first written."""
+        return [(ring, slot, generation) for ring, slot, generation, _ in self.identities()]
+
+    def names(self) -> list[str]:
+        """Return the names of its groups, of those that have one."""
+        return [group.name for group in self.groups if group.name]
+
     def samples(self, replica: int) -> list[list[SampleSize]]:
         """Return the micro-batches of a replica."""
         return [[SampleSize(*each) for each in micro] for micro in self.layout[replica]]
@@ -125,7 +133,7 @@ _PLANNED = _Followed("planned")
 class StepRecords:
     """The records of one mesh, as one rank sees them. All methods block, and raise StoreError; any thread.
 
-    Args:
+    Attributes:
         lease_s: after how much silence another rank plans on.
     """
 
@@ -134,7 +142,7 @@ class StepRecords:
         self._prefix = check_key(f"mesh/{name}/")
         self._rank = rank
         self._ranks = ranks
-        self._lease_s = lease_s
+        self.lease_s = lease_s
         self._token = secrets.token_hex(8)
         self._lead: int | None = None  # version of the planner's record, while it is this rank's
         self._term = 0
@@ -157,13 +165,13 @@ class StepRecords:
         """
         key = self._key("planner")
         if self._lead is not None:
-            if key in self._store.renew({key: self._lead}, self._lease_s):
+            if key in self._store.renew({key: self._lead}, self.lease_s):
                 return self._term
             self._lead = None
         found = self._store.get(key)
         if found is not None and decode(_Planner, key, found.value).rank != self._rank:
             return 0
-        lead = Change(key, encode(self._mine()), ABSENT if found is None else found.version, self._lease_s)
+        lead = Change(key, encode(self._mine()), ABSENT if found is None else found.version, self.lease_s)
         seat = Change(self._key("rank", self._rank), encode(self._token), self._seat)
         written = self._store.put_many([lead, seat])
         if written is None:
@@ -180,7 +188,7 @@ class StepRecords:
         if self._lead is None:
             return False
         written = self._store.put_many(
-            [Change(self._key("planner"), encode(self._mine()), self._lead, self._lease_s), *changes]
+            [Change(self._key("planner"), encode(self._mine()), self._lead, self.lease_s), *changes]
         )
         if written is None:
             return False

@@ -15,7 +15,7 @@ import logging
 import os
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import aclosing
 from functools import partial
@@ -36,7 +36,6 @@ from transport.errors import (
     UsageError,
     WireNotAllowedError,
 )
-from transport.packer.consumed_record import ConsumedRecord
 from transport.ring.batch import Gathered
 from transport.ring.batch_shape import Shape
 from transport.runtime.error_text import error_text
@@ -48,6 +47,7 @@ from transport.ticket import Ticket
 from transport.training.counts import StepCounts
 from transport.training.holding import Delivery
 from transport.training.layout import SampleSize
+from transport.training.learned import Learned
 from transport.training.mesh import Mesh
 from transport.training.micro_batch import MicroBatch
 from transport.training.planner import Planner
@@ -60,6 +60,7 @@ T = TypeVar("T")
 
 _SLICE_S: Final = 0.5  # of a wait for a record, after which a close is seen
 _FOLLOW_S: Final = 0.2  # until a rank that does not plan asks again whether it is to
+_SLOW_S: Final = 1.0  # of a read, after which its step's state is looked at
 _AGAIN_S: Final = 1.0  # until a store that failed is asked again
 
 
@@ -149,50 +150,11 @@ class Step(Sequence[MicroBatch]):
                 each._let_go()
 
 
-class Learned:
-    """What the model of a trainer has learned of its steps, whichever `Steps` gave them out.
-
-    Attributes:
-        record: of what is consumed; what is learned is added.
-        accepted: steps that are not consumed yet, by number.
-        voted: numbers of those that this rank has consumed.
-        given_out: numbers of those that are neither.
-        samples: of this rank, in steps that it has consumed.
-        closed: the trainer is closed; with it end the records of a trainer without a mesh.
-    """
-
-    def __init__(self, record: ConsumedRecord) -> None:
-        self.record = record
-        self.accepted: dict[int, Step] = {}
-        self.voted: set[int] = set()
-        self.given_out: set[int] = set()
-        self.samples = 0
-        self.closed = False
-
-    def has(self, number: int) -> bool:
-        """Tell whether a step is accepted or consumed by this rank."""
-        return number in self.accepted or number in self.voted
-
-    def check_order(self, number: int, call: str) -> None:
-        """UsageError where an earlier step is neither accepted nor consumed: a record has all steps up to one."""
-        before = min(self.given_out, default=number)
-        if before < number:
-            raise UsageError(f"{call}() of step {number} before step {before}: steps are learned in their order")
-
-    def note(self, record: ConsumedRecord, step: Step, mesh: str) -> None:
-        """Add a step of the mesh with this id to a record."""
-        for identity in step.identities:
-            record.accept(*identity)
-        if mesh:
-            record.steps[mesh] = max(step.number, record.steps.get(mesh, -1))
-
-
 class Steps:
     """The steps of a trainer, until its data has ended. Made by `Trainer.steps`; iterate over it once.
 
     Args:
         planner: of this rank; it plans where no other rank does.
-        lasting: whether the records outlive the trainer.
         rank: of the readers that the mesh is.
         schema: of the payloads.
         version: gives the trainer's version at the moment.
@@ -207,7 +169,6 @@ class Steps:
         planner: Planner,
         *,
         mesh: Mesh,
-        lasting: bool,
         rank: int,
         schema: Schema | None,
         schemas: Mapping[str, Schema],
@@ -223,7 +184,6 @@ class Steps:
         self._records = records
         self._planner = planner
         self._mesh = mesh
-        self._lasting = lasting
         self._rank = rank
         self._schema = schema
         self._schemas = schemas
@@ -298,7 +258,7 @@ class Steps:
         """Find the first step that this rank has not learned; votes of an earlier start of it are no more."""
         records = self._records
         following = records.next_number()  # first: what is planned meanwhile is standing
-        learned = max(self._learned.record.steps.get(self._id, -1), *self._learned.accepted, -1)
+        learned = self._learned.last
         standing = [step for step, state in records.standing() if state in ("planned", "go") and not step.ends]
         for step in standing:
             if step.shape != (self._mesh.dp, self._mesh.tp) or step.number in self._learned.accepted:
@@ -309,11 +269,6 @@ class Steps:
                 records.take_back_vote(step.number)
         self._learned.given_out.clear()
         return min((step.number for step in standing if step.number > learned), default=max(following, learned + 1))
-
-    @property
-    def _id(self) -> str:
-        """Of the mesh, as a record has it; "": its records end with the trainer."""
-        return self._records.id if self._lasting else ""
 
     # --- reading, on the loop -------------------------------------------------------------------------
     async def _step_from(self, number: int) -> Step | None:
@@ -350,18 +305,53 @@ class Steps:
         part = await self._wait(partial(self._records.part, number, self._mesh.replica))
         unread: list[Delivery] = []
         try:
-            micro_batches = await self._micro_batches(part, planned.samples(self._mesh.replica), unread)
+            micro_batches = await self._unless_void(
+                number, self._micro_batches(part, planned.samples(self._mesh.replica), unread)
+            )
         except TransportError as error:
             why = f"rank {self._mesh.rank} cannot read its part: {error_text(error)}"
             own = isinstance(error, OWN_FAULTS)  # the payloads are not at fault
-            await self._do(self._records.cannot_read, number, why, [] if own else unread)
             gone = isinstance(error, WireNotAllowedError)  # perhaps: no ring of this host, after all rings began anew
-            if (own and not gone) or await self._decided(number) != "void":
+            if not await self._made_void(number, why, [] if own else unread, wait=gone or not own) or (
+                own and not gone
+            ):
                 raise  # or other ranks train on it, and this one cannot
+            return None
+        if micro_batches is None:
             return None
         await self._do(self._records.has_read, number)
         state = await self._decided(number)
         return None if state == "void" else Step(self, planned, self._mesh.replica, micro_batches)
+
+    async def _unless_void(self, number: int, reading: Coroutine[Any, Any, T]) -> T | None:
+        """Read. None: the step was void before that was done."""
+        task = asyncio.ensure_future(reading)
+        try:
+            while not (await asyncio.wait({task}, timeout=_SLOW_S))[0]:
+                if await self._wait(partial(self._is_void, number)) == "void":
+                    return None
+            return task.result()
+        finally:
+            task.cancel()
+            await asyncio.wait({task})
+
+    def _is_void(self, number: int) -> State:
+        [state] = self._records.states([number])
+        return "void" if state == "planned" and self._records.wait(number, 0.0) is None else state  # it is forgotten
+
+    async def _made_void(self, number: int, why: str, unread: Sequence[Delivery], *, wait: bool) -> bool:
+        """Say that this rank cannot read a step. False: the others train on it.
+
+        Where every rank has begun anew, the others take back what they have voted on it: that is waited for.
+        """
+        give_up = time.monotonic() + self._settings.claim_lease_s * wait
+        while True:
+            await self._do(self._records.cannot_read, number, why, unread)
+            if (state := await self._wait(partial(self._is_void, number))) == "void":
+                return True
+            if state == "consumed" or time.monotonic() >= give_up:
+                return False
+            await asyncio.sleep(_AGAIN_S)
 
     def _over(self, number: int) -> Literal[False] | None:
         """Return False when a step of a mesh of another shape is void or forgotten."""
@@ -375,7 +365,7 @@ class Steps:
             state = self._records.wait_state(number, "planned", _SLICE_S)
             if state != "planned":
                 return state
-            return "void" if self._records.wait(number, 0.0) is None else None  # forgotten meanwhile
+            return "void" if self._records.wait(number, 0.0) is None else None  # it is forgotten
 
         async def waited() -> None:
             if time.monotonic() > begun + LOOK_S and self._waits.due() is not None:
@@ -499,17 +489,13 @@ class Steps:
         """Vote that this rank has learned from a step."""
         if gone(self._process):
             raise ClosedError("a forked child does not have its parent's steps")
-        if self._learned.closed and not self._lasting:
+        if self._learned.closed and not self._learned.mesh:
             raise ClosedError(f"this trainer is closed, and has given step {step.number} back")
         self._learned.check_order(step.number, "consume")
         if self._records.has_learned(step.number) == "void":
             why, _ = self._records.void(step.number)
             raise PayloadLostError(f"step {step.number} is void by now, go back to the checkpoint: {why}")
-        self._learned.given_out.discard(step.number)
-        self._learned.voted.add(step.number)
-        self._learned.samples += sum(map(len, step))
-        self._learned.accepted.pop(step.number, None)
-        self._learned.note(self._learned.record, step, self._id)
+        self._learned.note(step, sum(map(len, step)))
 
     def consume(self) -> None:
         """Consume every step that was accepted."""
@@ -523,11 +509,6 @@ class Steps:
     def _oldest_standing(self) -> int:
         standing = self._records.standing()
         return standing[0].step.number if standing else self._records.next_number()
-
-    def note_accepted(self, record: ConsumedRecord) -> None:
-        """Add what is accepted to a record for a checkpoint."""
-        for step in self._learned.accepted.values():
-            self._learned.note(record, step, self._id)
 
     def close(self) -> None:
         """Stop reading and planning; what was not learned comes again. Idempotent."""

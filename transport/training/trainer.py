@@ -71,10 +71,11 @@ from transport.training.batch import Batch, Claimed
 from transport.training.counts import StepCounts
 from transport.training.holding import Holding
 from transport.training.joining import Child, end_parts, join_all
+from transport.training.learned import Learned
 from transport.training.mesh import Mesh
 from transport.training.planner import Choose, Planner, StepTerms
 from transport.training.step_records import StepRecords
-from transport.training.steps import Learned, Steps
+from transport.training.steps import Steps
 
 if TYPE_CHECKING:
     from transport.client.client import WirePolicy
@@ -172,12 +173,13 @@ class Trainer:
         if client.secret is None:
             client = msgspec.structs.replace(client, secret=operator.secret())
         self._settings = settings = operator.settings if settings is None else settings
-        self._book = TrainerBook(ConsumedRecord.from_bytes(record, settings) if isinstance(record, bytes) else record)
+        record = ConsumedRecord.from_bytes(record, settings) if isinstance(record, bytes) else record
+        self._book = TrainerBook(record)
         wire = operator.wire_policy if wire is None else wire
         self._mesh = mesh
         self._step_records: StepRecords | None = None
         self._steps: Steps | None = None
-        self._learned = Learned(self._book.consumed_record)
+        self._learned = Learned(record, self._book.consumed_record)
         self._counts = StepCounts()
         self._closed = False
         self._ends: list[Callable[[], object]] = []  # that may run again, the last one first
@@ -450,6 +452,7 @@ class Trainer:
         mesh, lease_s = self._mesh or Mesh(), self._settings.claim_lease_s
         if self._step_records is None:
             self._step_records = StepRecords(self._store_of_steps(), mesh.name, mesh.rank, mesh.ranks, lease_s)
+            self._learned.mesh = self._step_records.id if self._mesh is not None else ""
         records = self._step_records
         planner = Planner(
             Holding(self._holds, self._rank, self._name),
@@ -459,11 +462,10 @@ class Trainer:
             rank=self._rank,
             oldest=lambda: None if self._max_age is None else self._oldest(self._max_age),
             fits=self._check_fit,
-            record=self._book.consumed_record.copy(),
             ended=self._holds.all_written,
             crowded=lambda: self._holds.crowded(_CROWDED),
             lead=LeadSaid(self.rings, self._rank),
-            is_learned=self._learned.has,
+            learned=self._learned,
             counts=self._counts,
         )
         self._holds.incomplete = planner.waiting
@@ -474,7 +476,6 @@ class Trainer:
             records,
             planner,
             mesh=mesh,
-            lasting=self._lasting,
             rank=self._rank,
             schema=self._schema,
             schemas=self._schemas,
@@ -498,11 +499,6 @@ class Trainer:
         if self._steps is not None:
             self._steps.consume()
 
-    @property
-    def _lasting(self) -> bool:
-        """Whether the records of steps outlive this trainer: without a mesh they are its own."""
-        return self._mesh is not None
-
     def _store_of_steps(self) -> Store:
         if self._mesh is None:
             return MemoryStore()
@@ -523,8 +519,7 @@ class Trainer:
         """A copy of what was consumed, and what batches have accepted: for a checkpoint, with the weights."""
         self._book.settle()
         record = self._book.with_accepted()
-        if self._steps is not None:
-            self._steps.note_accepted(record)
+        self._learned.note_accepted(record)
         return record
 
     def statistics(self) -> TrainerStatistics:
