@@ -13,7 +13,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Final, Literal, Protocol
 
 import msgspec
 
@@ -140,29 +140,38 @@ class StoreNotices:
         """The store is its owner's."""
 
 
-def _beginning(prefix: str) -> str:
-    """Return the beginning of the names of a run's notices. No topic has an @, so that no two runs share a name."""
-    return f"notices-{prefix}@"
+def beside(kind: Literal["notices", "offers"], run: str, topic: str) -> str:
+    """Return the name of a ring that no trainer of the run claims from. No topic has an @: no two runs share a name.
+
+    UsageError for what is no topic.
+    """
+    if not _TOPIC.fullmatch(topic):
+        raise UsageError(f"topic {topic!r}: give 1 to 64 letters, digits, . _ -")
+    return f"{_beginning(kind, run)}{topic}"
 
 
-def notices_here(prefix: str) -> list[str]:
-    """Return the segments of this host with notices of a run, also those of killed processes."""
-    return [name for name in _ring.segments() if belongs(name, _beginning(prefix))]
+def _beginning(kind: str, run: str) -> str:
+    return f"{kind}-{run}@"
+
+
+def segments_beside(run: str) -> list[str]:
+    """Return the segments of this host whose names `beside` makes for a run, also those of killed processes."""
+    return [
+        name for name in _ring.segments() if any(belongs(name, _beginning(kind, run)) for kind in ("notices", "offers"))
+    ]
 
 
 class RingNotices:
     """One ring of this host for each topic."""
 
     def __init__(self, prefix: str) -> None:
-        self._beginning = _beginning(prefix)
+        self._run = prefix
         self._lock = threading.Lock()
         self._own: dict[str, SharedRingBuffer] = {}
         self._seen: dict[str, SharedRingBuffer] = {}
 
     def _name(self, topic: str) -> str:
-        if not _TOPIC.fullmatch(topic):
-            raise UsageError(f"topic {topic!r}: give 1 to 64 letters, digits, . _ -")
-        return f"/transport-{self._beginning}{topic}"
+        return f"/transport-{beside('notices', self._run, topic)}"
 
     def announce(self, topic: str, version: int, payload: bytes) -> bool:
         """Write it, unless what is there is as new: of two processes at once each may look before the other writes.
@@ -241,7 +250,7 @@ class RingNotices:
                 ring.close(keep_unread=True)
             self._own.clear()
             self._seen.clear()
-        remove_dead(self._beginning)
+        remove_dead(_beginning("notices", self._run))
 
 
 def _newest(ring: SharedRingBuffer) -> _Said | None:

@@ -38,7 +38,7 @@ _NAMED: Final = 3  # rings, runs, holders or places in one sentence
 _MOST_SLOTS: Final = 4096  # looked at for claims, in each ring
 # A random ring's name ends with 16 digits.
 # Notices and weights on offer are no payloads of a run.
-_OF_A_RUN: Final = re.compile(r"/transport-(?!notices-|offers-[0-9a-f]{16}$|[0-9a-f]{16}$)(.+?)(?:[0-9a-f]{16})?")
+_OF_A_RUN: Final = re.compile(r"/transport-(?!(?:notices|offers)-.*@|[0-9a-f]{16}$)(.+?)(?:[0-9a-f]{16})?")
 
 
 class Why(enum.StrEnum):

@@ -14,7 +14,7 @@ from typing import Final
 import msgspec
 
 from transport import _ring as _native
-from transport.claims.notices import notices_here
+from transport.claims.notices import segments_beside
 from transport.claims.places import OnThisHost
 from transport.claims.waiting import Holder, holders_of
 from transport.client import status_socket
@@ -86,13 +86,13 @@ def named(names: Sequence[str]) -> list[str]:
     """Segments as the system names them. Raises RingNotFoundError for one that is not on this host.
 
     A ring may be named as it was when it was created, without "transport-"; "rings:NAME" means those of a run, which
-    may be none, and its notices.
+    may be none, its notices, and its weights on offer.
     """
     found = []
     for name in (each.lstrip("/") for each in names):
         if name.startswith("rings:"):
             with contextlib.closing(OnThisHost(name.removeprefix("rings:") or None)) as places:
-                found += [*places.segments(), *notices_here(places.prefix)]
+                found += [*places.segments(), *segments_beside(places.prefix)]
             continue
         segment = next((each for each in (name, f"transport-{name}") if (_SHARED_MEMORY / each).exists()), None)
         if segment is None:

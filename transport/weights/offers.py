@@ -25,7 +25,7 @@ from typing import Any, Final, NamedTuple, Self
 import msgspec
 import numpy as np
 
-from transport.claims.notices import Notice
+from transport.claims.notices import Notice, beside
 from transport.claims.open import given_rings
 from transport.claims.rings import FoundRings
 from transport.client.blocking import BlockingClient
@@ -182,8 +182,9 @@ class Offers:
 
 
 def _name_of(queue: FoundRings, topic: str) -> str:
-    """Of the ring of a topic's versions on this host."""
-    return f"offers-{hashlib.sha256(f'{queue.places!r} {topic}'.encode()).hexdigest()[:16]}"
+    """Of the ring of a topic's versions on this host: beside the run's, or of the directory or addresses."""
+    places = queue.places
+    return beside("offers", places.prefix or hashlib.sha256(repr(places).encode()).hexdigest()[:16], topic)
 
 
 class Taker:
