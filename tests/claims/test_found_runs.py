@@ -104,6 +104,23 @@ def test_a_trainer_names_the_processes_of_rollouts_that_were_started_apart_witho
         other.stdin.close()
 
 
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_trainer_names_the_processes_of_rings_that_had_ended_before_it_came(
+    prefix: str, caplog: pytest.LogCaptureFixture, ended: bool
+) -> None:
+    with SharedRingBuffer.create(SCHEMA, slots=1, name=f"{prefix}former") as ring:
+        ring.write({"x": 1})
+        if ended:
+            ring.end_data()
+        with Trainer(SCHEMA, f"rings:{prefix}") as trainer:
+            told = [record.getMessage() for record in caplog.records if ring.name in record.getMessage()]
+            assert len(told) == ended
+            assert all(str(os.getpid()) in text for text in told)
+            batch = trainer.take(1)
+            assert batch is not None
+            batch.consume()
+
+
 @pytest.mark.ucx
 def test_a_ring_that_is_found_again_by_its_name_is_of_the_same_run_also_with_a_directory(tmp_path: Path) -> None:
     def segment(run: str) -> str:

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from helpers import eventually
 
-from transport import Schema, SharedRingBuffer, Ticket, UpTo, _ring
+from transport import Rollout, Schema, SharedRingBuffer, Ticket, UpTo, _ring
 from transport.cli import run
 
 SCHEMA = Schema.of(observation=("float32", UpTo(8), 2), file=("int64",))
@@ -134,6 +134,18 @@ def test_reclaim_looks_at_the_rings_of_a_run(dead_segment: str, capsys: pytest.C
     for place, found in (("rings:no-such-run-", []), (f"rings:{run_of_it}", [dead_segment])):
         assert run(["reclaim", place, "--json", "-"]) == 0
         assert [each["name"] for each in json.loads(capsys.readouterr().out)["segments"]] == found
+
+
+def test_top_shows_the_rings_of_this_host_that_are_in_a_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = f"rings+sqlite://{tmp_path}/run.db"
+    assert run(["top", url, "--once"]) == 2
+    assert not (tmp_path / "run.db").exists()
+    with Rollout(Schema.of(x="int64"), url, slots=2) as rollout, SharedRingBuffer.create(slots=2, slot_bytes=8):
+        capsys.readouterr()
+        assert run(["top", url, "--once", "--json", "-"]) == 0
+        assert [each["name"] for each in json.loads(capsys.readouterr().out)["rings"]] == [rollout.ring.name]
 
 
 def test_reclaim_takes_what_lies_beside_a_run_whose_trainer_was_killed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ from transport.claims.places import AtAddresses, Discovery, InDirectory, OnThisH
 from transport.claims.rings import FoundRings
 from transport.errors import ConfigurationError, UsageError
 from transport.ring.buffer import SharedRingBuffer
+from transport.storage.urls import SQLiteURL, parse_url
 from transport.store.directory import Directory
 from transport.store.open import open_store
 
@@ -44,6 +45,20 @@ def open_rings(text: str) -> FoundRings:
         return FoundRings(OnThisHost(place or None))
     except UsageError as error:
         raise ConfigurationError(f"{text!r}: {error}") from None
+
+
+def known_rings(text: str) -> FoundRings:
+    """Open the rings that a text names, to look at them: where a directory's file is missing, none is made.
+
+    Raises as `open_rings` does, and UsageError for that file, and for rings at addresses, which their host shows.
+    """
+    if text.startswith("rings://"):
+        raise UsageError(f"{text}: a ring is seen by its own host: run it on the host of the rings, with rings:NAME")
+    if text.startswith("rings+"):
+        match parse_url(text.removeprefix("rings+")):
+            case SQLiteURL(path) if not path.exists():
+                raise UsageError(f"{path} does not exist: give the path that rollouts and trainers use")
+    return open_rings(text)
 
 
 def given_rings(*rings: SharedRingBuffer, **options: Any) -> FoundRings:

@@ -457,6 +457,22 @@ class FoundRings:
                 few("; ", (f"processes {', '.join(map(str, sorted(pids)))}" for pids in starts.values())),
             )
 
+    def say_ended(self) -> None:
+        """Warn of rings here that said their end before: their ends count, be they of this job or of a former one."""
+        told = []
+        for ring in self._here.seen():
+            with contextlib.suppress(ClosedError):  # closed meanwhile
+                if ring.native.ended and ring.native.unread:
+                    pids = sorted(set().union(*starts_of([ring]).values()))
+                    told.append(f"{ring.name} (processes {', '.join(map(str, pids)) or 'killed'})")
+        if told:
+            log.warning(
+                "rings of %r had said their end before this trainer came, and it takes what they hold: %s. Where they "
+                "are of a former job, end these processes first, or give each job another run (TRANSPORT_RUN, rings=)",
+                self.places,
+                few("; ", told),
+            )
+
     def _left_out(self) -> dict[str, str]:
         """Return a sentence for each ring of this host that is not mapped, and not asked either, by its segment."""
         unmapped = {**self.places.unseen(), **(self._here.unmapped(self._schemas) if self._maps else {})}

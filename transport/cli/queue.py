@@ -11,7 +11,7 @@ import typer
 
 from transport.cli.output import JsonTarget, emit
 from transport.errors import RingNotFoundError, UsageError
-from transport.storage.urls import SQLiteURL, has_scheme, parse_url
+from transport.storage.urls import has_scheme
 
 if TYPE_CHECKING:
     from transport.claims.deliveries import Failure, QueueDepth
@@ -49,20 +49,14 @@ def queue(
     json_target: JsonTarget = None,
 ) -> None:
     """Show the depth of a run's rings, and the payloads that were discarded or died, with reasons."""
-    from transport.claims.open import open_rings
+    from transport.claims.open import known_rings
     from transport.claims.places import OnThisHost
     from transport.ring.attachment import file_of
     from transport.runtime.progress import slow
 
     if not has_scheme(url):
         raise UsageError(f"{url!r} is no URL: give rings:NAME, or rings+redis://host:port/db?run=name")
-    if url.startswith("rings://"):
-        raise UsageError(f"{url}: a ring is counted by its own host; run it on the host of the rings, with rings:NAME")
-    if url.startswith("rings+"):
-        match parse_url(url.removeprefix("rings+")):  # opening the directory would make the file
-            case SQLiteURL(path) if not path.exists():
-                raise UsageError(f"{path} does not exist: give the path that rollouts and trainers use")
-    with slow("asking the rings"), open_rings(url) as rings:
+    with slow("asking the rings"), known_rings(url) as rings:
         if isinstance(rings.places, OnThisHost):
             _check_readable(rings)
         places = rings.not_counted()

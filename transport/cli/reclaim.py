@@ -77,7 +77,7 @@ def reclaim(
     names: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[SEGMENT|rings:NAME]…",
+            metavar="[SEGMENT|rings:NAME|rings+URL]…",
             help="Segments to look at, or the rings of a run. Default: all of this host, whichever run they are of.",
         ),
     ] = None,

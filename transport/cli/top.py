@@ -31,7 +31,8 @@ def top(
     names: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[SEGMENT|rings:NAME]…", help="Rings to show, or those of a run. Default: all of this host."
+            metavar="[SEGMENT|rings:NAME|rings+URL]…",
+            help="Rings to show, or those of a run. Default: all of this host.",
         ),
     ] = None,
     once: Annotated[bool, typer.Option("--once", help="Print one snapshot instead of a live view.")] = False,

@@ -5,7 +5,6 @@ Looking takes no owner place and changes nothing. `look` is one moment; `rates` 
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ import msgspec
 
 from transport import _ring as _native
 from transport.claims.notices import segments_beside
-from transport.claims.places import OnThisHost
+from transport.claims.open import known_rings
 from transport.claims.waiting import Holder, holders_of
 from transport.client import status_socket
 from transport.errors import RingError, RingNotFoundError
@@ -86,13 +85,13 @@ def named(names: Sequence[str]) -> list[str]:
     """Segments as the system names them. Raises RingNotFoundError for one that is not on this host.
 
     A ring may be named as it was when it was created, without "transport-"; "rings:NAME" means those of a run, which
-    may be none, its notices, and its weights on offer.
+    may be none, its notices, and its weights on offer; "rings+URL" those of this host that are in a directory.
     """
     found = []
     for name in (each.lstrip("/") for each in names):
-        if name.startswith("rings:"):
-            with contextlib.closing(OnThisHost(name.removeprefix("rings:") or None)) as places:
-                found += [*places.segments(), *segments_beside(places.prefix)]
+        if name.startswith(("rings:", "rings+")):
+            with known_rings(name) as rings:
+                found += [*rings.places.segments(), *segments_beside(rings.places.prefix)]
             continue
         segment = next((each for each in (name, f"transport-{name}") if (_SHARED_MEMORY / each).exists()), None)
         if segment is None:

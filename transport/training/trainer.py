@@ -197,6 +197,7 @@ class Trainer:
             self._ends.append(partial(rings.disconnect, self._client))
             self.rings = rings.connect(thread, self._client, schemas)
             self.rings.expected = self._expected
+            self.rings.say_ended()
             self._holds = rings.connect(thread, self._client, schemas, contents=False)
             self._holds.expected = self._expected
             self._most_deliveries = self.rings.max_deliveries
