@@ -16,6 +16,7 @@ from pathlib import Path
 from helpers import eventually
 
 HERE, THERE = "10.77.0.1", "10.77.0.2"
+HERE_TOO, THERE_TOO = "10.78.0.1", "10.78.0.2"  # on the link of commands
 LINK, DEVICE = "eth0", "rxe0"
 _COUNTERS = Path(f"/sys/class/infiniband/{DEVICE}/ports/1/hw_counters")
 # What a process there has of this one's environment.

@@ -6,6 +6,7 @@ What is read is as it was written; else there is an error with a reason, and lat
 from __future__ import annotations
 
 import contextlib
+import subprocess
 import zlib
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -13,13 +14,18 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from helpers import Child, noise
-from second_guest import HERE, THERE, Removal, SecondGuest, after_packets, link_down
+from second_guest import HERE, HERE_TOO, THERE, THERE_TOO, Removal, SecondGuest, after_packets, link_down
+
+from transport.rdma import ports
 
 pytestmark = [pytest.mark.verbs, pytest.mark.ucx, pytest.mark.slow]
 
 MIB = 1 << 20
 LARGE, SMALL = np.tile(noise(MIB), 64), noise(MIB, 1)
 BEGUN = 400  # packets of a transfer of 16 384
+# UCX 1.23 finds the interface of a device by its place on the PCI bus, and takes devices that have none for one device
+# (ib_device.c, uct_ib_device_get_roce_ndev_index). By their networks it tells them apart.
+APART = {"UCX_IB_ROCE_REACHABILITY_MODE": "local_subnet"}
 TIMES = {"read_timeout_s": 60.0, "connect_timeout_s": 60.0, "handshake_timeout_s": 60.0}
 SERVER = f"""
 import sys
@@ -29,7 +35,7 @@ from transport import SharedRingBuffer, UCXXServer
 from transport.settings import Settings
 
 with SharedRingBuffer.create(slots=2, slot_bytes={LARGE.size}) as ring:
-    with UCXXServer(ring, addresses=(sys.argv[1],), settings=Settings(**{TIMES})):
+    with UCXXServer(ring, addresses=sys.argv[1].split(","), settings=Settings(**{TIMES})):
         print(ring.write_raw(np.tile(noise({MIB}), 64)).to_text(), flush=True)
         for line in sys.stdin:
             print(ring.write_raw(noise({MIB}, 1)).to_text(), flush=True)
@@ -59,26 +65,32 @@ class Two(NamedTuple):
     server: Child
     reader: Child
 
-    def begin_large(self, timeout_s: float) -> None:
-        """Read a small payload, and return while a large one is on its way."""
+    def begin_large(self, timeout_s: float) -> str:
+        """Read a small payload, and return while a large one is on its way: its ticket."""
         large = self.server.line()
         assert self.small() == f"rdma {zlib.crc32(SMALL)}"
         self.reader.tell(f"{large} {timeout_s}")
         after_packets(BEGUN)
+        return large
 
     def small(self) -> str:
         """What comes of reading a small one."""
         self.server.tell()
-        self.reader.tell(f"{self.server.line()} 100")
+        return self.read(self.server.line())
+
+    def read(self, ticket: str) -> str:
+        """What comes of reading this one."""
+        self.reader.tell(f"{ticket} 100")
         return self.reader.line()
 
 
 @contextlib.contextmanager
-def two(there: SecondGuest, reader_there: bool, wires: str) -> Iterator[Two]:
-    """Both of them."""
+def two(there: SecondGuest, reader_there: bool, wires: str, addresses: str = "") -> Iterator[Two]:
+    """Both of them; ``addresses`` of the listener, by default that of the link."""
+    addresses = addresses or (HERE if reader_there else THERE)
     with (
-        Child(SERVER, HERE if reader_there else THERE, host=None if reader_there else there) as server,
-        Child(READER, wires, host=there if reader_there else None) as reader,
+        Child(SERVER, addresses, host=None if reader_there else there, env=APART) as server,
+        Child(READER, wires, host=there if reader_there else None, env=APART) as reader,
     ):
         assert reader.line() == "up"
         try:
@@ -114,3 +126,38 @@ def test_a_link_that_goes_down_under_a_read_ends_it_with_a_reason(
         kind, _, reason = outcome.partition(" ")
         assert (kind.endswith("Error") and reason) or outcome == f"rdma {zlib.crc32(LARGE)}"  # before the link was down
         assert both.small() == f"rdma {zlib.crc32(SMALL)}"
+
+
+@pytest.fixture
+def second_devices(there: SecondGuest) -> Iterator[None]:
+    """Each host has a second device, on the other network."""
+
+    def on_both(command: str) -> None:
+        for words in (command.split(), there.command(*command.split())):
+            subprocess.run(words, check=True)
+
+    on_both("rdma link add rxe1 type rxe netdev eth1")
+    yield
+    on_both("rdma link delete rxe1")
+
+
+@pytest.mark.usefixtures("second_devices")
+def test_what_is_read_comes_by_the_device_whose_port_is_active(there: SecondGuest) -> None:
+    with link_down(), two(there, False, "rdma", THERE_TOO) as both:
+        assert sorted(ports().values()) == ["ACTIVE", "DOWN"]
+        both.begin_large(100)
+        assert both.reader.line() == f"rdma {zlib.crc32(LARGE)}"
+
+
+@pytest.mark.usefixtures("second_devices")
+@pytest.mark.parametrize("reader_there", [True, False], ids=["the listener's", "the reader's"])
+def test_reads_go_on_by_the_other_device_when_one_loses_its_link(there: SecondGuest, reader_there: bool) -> None:
+    addresses = f"{HERE},{HERE_TOO}" if reader_there else f"{THERE},{THERE_TOO}"
+    with two(there, reader_there, "rdma", addresses) as both:
+        large = both.begin_large(100)
+        with link_down():
+            outcome = both.reader.line()
+            while outcome.partition(" ")[0].endswith("Error"):  # the listener is being started again, without the port
+                outcome = both.read(large)
+            assert outcome == f"rdma {zlib.crc32(LARGE)}"
+            assert both.small() == f"rdma {zlib.crc32(SMALL)}"

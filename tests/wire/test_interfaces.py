@@ -1,4 +1,4 @@
-"""What UCX can use of a host's network, and what a host has gained since."""
+"""What UCX can use of a host's network, and what has changed since."""
 
 from __future__ import annotations
 
@@ -42,9 +42,10 @@ def test_a_kernel_without_ipv6_has_ipv4(tmp_path: Path, monkeypatch: pytest.Monk
     assert ("lo", "127.0.0.1") in addresses()
 
 
-def test_what_a_host_has_gained_is_named_and_what_it_has_lost_is_not() -> None:
+def test_what_a_host_has_gained_is_named_and_of_what_it_has_lost_ports_beside_others() -> None:
     before = Network(frozenset({("lo", "127.0.0.1"), ("eth0", "10.0.0.1")}), frozenset({"mlx5_0:1"}))
     after = Network(frozenset({("lo", "127.0.0.1"), ("eth0", "10.0.0.2")}), frozenset({"mlx5_1:1"}))
-    assert after.appeared_since(before) == "mlx5_1:1, eth0 (10.0.0.2)"
-    assert before.appeared_since(before) == ""
-    assert Network.now().appeared_since(Network.now()) == ""
+    assert after.changed_since(before) == "mlx5_1:1, eth0 (10.0.0.2) came up; mlx5_0:1 went down"
+    assert Network(before.addresses, frozenset()).changed_since(before) == ""
+    assert before.changed_since(before) == ""
+    assert Network.now().changed_since(Network.now()) == ""

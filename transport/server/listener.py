@@ -338,7 +338,7 @@ class Listener:
         self._sweeper: asyncio.Task[None] | None = None
         self._refused = ring.native.own_count("late_finalises")  # when it was last looked at
         self._refusals = LogLimit()
-        self._gains = LogLimit()
+        self._changes = LogLimit()
         self._limits = LogLimit()
 
     def __repr__(self) -> str:
@@ -481,12 +481,12 @@ class Listener:
             self._look_at_network()
 
     def _look_at_network(self) -> None:
-        if self._worker is None or not (gained := Network.now().appeared_since(self._worker.network)):
+        if self._worker is None or not (changed := Network.now().changed_since(self._worker.network)):
             return
         if self._restart is not None and not self.draining:
-            self._restart(f"{gained} came up after it had started")
-        elif self._restart is None and self._gains.due() is not None:
-            log.warning("%r: clients do not reach it through %s, which came up later: start it again", self, gained)
+            self._restart(f"{changed} after it had started")
+        elif self._restart is None and self._changes.due() is not None:
+            log.warning("%r: has the network of its start, but %s: start it again", self, changed)
 
     def forget(self, connection: Connection) -> None:
         """The connection has closed."""
@@ -541,8 +541,8 @@ class Listener:
             self._worker.kick()  # delivers ends that native code has to report
         if self._restart is None or self._memory is None:
             return
-        # No client tells of what is missing: it is served over tcp.
-        if self._worker is not None and self._would_use_rdma and active_ports() - self._worker.network.ports:
+        # No client tells of it: without a port it is served over tcp, and by one that is down it has no connection.
+        if self._worker is not None and self._would_use_rdma and active_ports() != self._worker.network.ports:
             self._look_at_network()
         if (size := self._memory.size()) > self.settings.listener_memory_bytes:
             self._restart(f"its memory of {size >> 20} MiB exceeds listener_memory_bytes")

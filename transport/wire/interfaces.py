@@ -1,7 +1,8 @@
 """The parts of this host's network which UCX can use: addresses of its interfaces, and ports of its RDMA devices.
 
-UCX looks for them once, when a context is made. A context never uses what comes up later, and a host needs as much as a
-second from the moment when an interface is brought up until the kernel calls it running.
+UCX looks for them once, when a context is made. A context never uses what comes up later, and connects by ports that
+have gone down since. A host needs as much as a second from the moment when an interface is brought up until the kernel
+calls it running.
 """
 
 from __future__ import annotations
@@ -35,10 +36,16 @@ class Network(NamedTuple):
         """Look at this host."""
         return cls(frozenset(addresses()), active_ports())
 
-    def appeared_since(self, earlier: Network) -> str:
-        """Name what this host has gained; empty: nothing."""
+    def changed_since(self, earlier: Network) -> str:
+        """Say why a context that was made ``earlier`` should be made anew; empty: nothing has changed for it.
+
+        The last port that goes down says nothing: its link may be back before a transfer is given up.
+        """
         gained = sorted(f"{interface} ({address})" for interface, address in self.addresses - earlier.addresses)
-        return ", ".join([*sorted(self.ports - earlier.ports), *gained])
+        gained = [*sorted(self.ports - earlier.ports), *gained]
+        lost = sorted(earlier.ports - self.ports) if self.ports else []
+        changes = {"came up": gained, "went down": lost}
+        return "; ".join(f"{', '.join(names)} {what}" for what, names in changes.items() if names)
 
 
 def active_ports() -> frozenset[str]:

@@ -355,12 +355,12 @@ class Links:
         worker.close()  # reads that are under way fail, and are tried again
 
     def _look_at_network(self) -> None:
-        """Retire workers which lack what the host's network has gained; their connections stay until they are idle."""
+        """Retire workers which do not fit the host's network any more; their connections stay until they are idle."""
         if self._workers:
             network = Network.now()
             for worker in list(self._workers.values()):
-                if gained := network.appeared_since(worker.network):
-                    log.info("%s came up; new connections are made by another worker", gained)
+                if changed := network.changed_since(worker.network):
+                    log.info("%s; new connections are made by another worker", changed)
                     self._forget(worker)
                     worker.retired = True
                     self._retired.add(worker)
