@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from transport import Schema, SharedRingBuffer, UCXXServer
+from transport import ClientOptions, Schema, SharedRingBuffer, UCXXServer
 from transport.bench.processes import Worker
 from transport.training.batch import Batch
 from transport.training.trainer import Trainer
@@ -116,7 +116,7 @@ def measured(rings: int, seconds: float) -> dict[str, Any]:
         before_there, before_here = servers.memory(), resident_bytes(os.getpid())
         addresses = ",".join(f"127.0.0.1:{port}" for port in servers.ports)
         begun = time.perf_counter()
-        with Trainer(SCHEMA, f"rings://{addresses}", name="bench") as trainer:
+        with Trainer(SCHEMA, f"rings://{addresses}", client=ClientOptions(name="bench")) as trainer:
             seen: set[str] = set()
             while len(seen) < rings:
                 if (batch := trainer.take(BATCH, 0.1)) is not None:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from transport import SharedRingBuffer, Ticket, Trainer, UCXXClient, UCXXServer
+from transport import ClientOptions, SharedRingBuffer, Ticket, Trainer, UCXXClient, UCXXServer
 from transport.bench.result import Case
 from transport.bench.units import parse_sizes
 from transport.errors import MissingDependencyError, RingFullError
@@ -119,7 +119,7 @@ def take(ring: SharedRingBuffer, wire: Wire, size: int, seconds: float) -> str:
             with contextlib.suppress(RingFullError):
                 ring.write_raw(content, timeout_s=0.2)
 
-    with Trainer(None, f"rings:{PREFIX}", wire={wire}, settings=SETTINGS) as trainer:
+    with Trainer(None, f"rings:{PREFIX}", wire={wire}, client=ClientOptions(settings=SETTINGS)) as trainer:
         writing = threading.Thread(target=write)
         writing.start()
         used = None

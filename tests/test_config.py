@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from transport import Schema, Settings, UCXXDataPackerMixin, UCXXRolloutMixin, config
+from transport import ClientOptions, Schema, Settings, UCXXDataPackerMixin, UCXXRolloutMixin, config
 from transport.cli import run
 from transport.doctor import report
 from transport.errors import ConfigurationError
@@ -231,7 +231,7 @@ def test_what_is_given_wins_over_what_is_configured(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setenv("TRANSPORT_LINGER_S", "42")
     packer = Packer()
-    packer.setup_ucxx_packer(settings=Settings(linger_s=250.0), wire="auto")
+    packer.setup_ucxx_packer(client=ClientOptions(settings=Settings(linger_s=250.0)), wire="auto")
     try:
         assert packer._packer.settings.linger_s == 250.0
     finally:

@@ -17,7 +17,7 @@ import payloads
 from ledger import Journal
 from plan import TrainerPart, opened, patiently, words_of
 
-from transport import Trainer
+from transport import ClientOptions, Trainer
 from transport.training.batch import Batch
 
 _ABANDON_EVERY = 8  # one batch in so many is given back instead of trained on, the first of each life among them
@@ -60,9 +60,8 @@ class Training:
             None,
             self.rings,
             rank=part.rank,
-            name=part.name,
             wire=frozenset(part.wire) if part.wire else "auto",  # type: ignore[arg-type]
-            settings=part.settings,
+            client=ClientOptions(name=part.name, settings=part.settings),
         )
 
     def complain(self, what: str) -> None:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from transport import open_rings
 from transport.errors import RingFullError
-from transport.packer.options import ServerOptions
+from transport.packer.options import ClientOptions, ServerOptions
 from transport.packer.rollout import UCXXRolloutMixin
 from transport.schema import Schema, UpTo
 from transport.training.batch import Batch
@@ -90,9 +90,8 @@ class BatchTrainer:
         wire: Wire = job.wire  # type: ignore[assignment]
         shape: dict[str, Any] = {} if job.layout == "list" else {"layout": job.layout}
         self._asked: deque[Batch] = deque()
-        self._trainer = Trainer(
-            schema_of(job.size_bytes), job.place, name=f"trainer {job.index}", wire=frozenset({wire}), **shape
-        )
+        client = ClientOptions(name=f"trainer {job.index}")
+        self._trainer = Trainer(schema_of(job.size_bytes), job.place, wire=frozenset({wire}), client=client, **shape)
 
     def claim(self, n: int, timeout_s: float) -> Batch | Literal["answers"] | None:
         """What comes first; where nothing has come, the answers that are due."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from transport import Rollout, Schema, Settings, Trainer, UpTo
+from transport import ClientOptions, Rollout, Schema, Settings, Trainer, UpTo
 from transport.errors import RingFullError
 
 ROLLOUTS = 2
@@ -39,7 +39,8 @@ def train(rings: str, name: str, stop: threading.Event, folder: Path) -> None:
     def over() -> bool:
         return stop.is_set() or len(list(folder.glob("trained-*"))) == ROLLOUTS
 
-    with Trainer(SCHEMA, rings, name=name, expected_rollouts=ROLLOUTS, settings=SETTINGS) as trainer:
+    client = ClientOptions(name=name, settings=SETTINGS)
+    with Trainer(SCHEMA, rings, expected_rollouts=ROLLOUTS, client=client) as trainer:
         for batch in trainer.batches(BATCH, stopping=over):
             for payload in batch:
                 assert len(set(payload["tokens"].tolist())) == 1

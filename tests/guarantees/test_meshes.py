@@ -98,7 +98,7 @@ def test_ranks_on_two_hosts_that_are_killed_at_each_point_of_a_step(tmp_path: Pa
 JOB = """
 import sys
 from pathlib import Path
-from transport import Mesh, Rollout, Schema, ServerOptions, Settings, Trainer, UpTo
+from transport import ClientOptions, Mesh, Rollout, Schema, ServerOptions, Settings, Trainer, UpTo
 from transport.snapshots import snapshot
 schema = Schema.of(tokens=("int32", UpTo(4096)))
 
@@ -117,8 +117,8 @@ def train(rings, rank, folder, wire):
     place = Path(folder, "record")
     record = place.read_bytes() if place.exists() else None
     mesh = Mesh(2, 1, int(rank), store=f"sqlite:///{folder}/steps.db")
-    settings = Settings(claim_lease_s=5.0)
-    with Trainer(schema, rings, mesh=mesh, record=record, wire={wire}, settings=settings) as trainer:
+    client = ClientOptions(settings=Settings(claim_lease_s=5.0))
+    with Trainer(schema, rings, mesh=mesh, record=record, wire={wire}, client=client) as trainer:
         for step in trainer.steps(2):
             step.accept()
             print(*step.groups, step.samples, flush=True)

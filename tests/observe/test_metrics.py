@@ -23,6 +23,7 @@ from claimed import consumed
 from helpers import Child, eventually
 
 from transport import (
+    ClientOptions,
     FoundRings,
     Rollout,
     Schema,
@@ -218,7 +219,7 @@ def test_mixins_and_trainers_answer_where_the_operator_says(monkeypatch: pytest.
     run = f"rings:metrics-{secrets.token_hex(4)}-"
     try:
         worker.setup_ucxx(schema, rings=run, mode="thread")
-        packer.setup_ucxx_packer(schemas=[schema], name="packer 0")
+        packer.setup_ucxx_packer(schemas=[schema], client=ClientOptions(name="packer 0"))
         packer.start_prefetch([worker.write_to_buffer(values)])
         batch = packer.collect_prefetch()
         assert batch is not None
@@ -229,7 +230,7 @@ def test_mixins_and_trainers_answer_where_the_operator_says(monkeypatch: pytest.
         seen = scrape(packer.metrics_port)
         assert value(seen, "transport_packer_payloads_total", client="packer 0", outcome="consumed") == 1
         assert value(seen, "transport_client_reads_total", client="packer 0") == 1
-        with Trainer(schema, run, name="trainer 0") as trainer:
+        with Trainer(schema, run, client=ClientOptions(name="trainer 0")) as trainer:
             worker.write_to_buffer(values)
             taken = trainer.take(1, 30.0)
             assert taken is not None and trainer.metrics_port

@@ -134,7 +134,7 @@ def test_progress_is_reported_up_to_the_whole_batch(worker: Worker) -> None:
 def test_what_could_not_be_read_in_time_is_read_later(worker: Worker) -> None:
     ticket = write(worker, 1)
     packer = Packer()
-    packer.setup_ucxx_packer(schemas=[SCHEMA], settings=FAST, wire={"tcp"})
+    packer.setup_ucxx_packer(schemas=[SCHEMA], client=ClientOptions(settings=FAST), wire={"tcp"})
     deadline = Deadline.after(0.0, time.monotonic())
     batch = packer._packer.thread.run(packer._ucxx_dp_fetch_all([ticket], deadline))
     (failure,) = batch.failures
@@ -169,7 +169,7 @@ def test_what_is_no_ticket_is_refused_and_fetches_nothing(worker: Worker, packer
 def test_a_payload_of_an_unknown_schema_fails_and_is_read_by_who_knows_it(worker: Worker) -> None:
     ticket = write(worker, 3)
     packer = Packer()
-    packer.setup_ucxx_packer(settings=FAST)
+    packer.setup_ucxx_packer(client=ClientOptions(settings=FAST))
     batch = collected(packer, [ticket])
     assert "schema" in str(batch.failures[0].error)
     assert packer.consume(batch) == []

@@ -15,6 +15,7 @@ from transport.client.device_reads import DevicePayload, DeviceReceive
 from transport.errors import MissingDependencyError, UsageError
 from transport.packer.options import ClientOptions
 from transport.schema import Schema, UpTo
+from transport.settings import Settings
 from transport.ticket import Ticket
 
 pytestmark = pytest.mark.ucx
@@ -30,10 +31,10 @@ def worker(cupy: Any) -> Iterator[Worker]:
     worker.cleanup_ucxx()
 
 
-def packing(wire: str, receive: DeviceReceive = "staged", **options: Any) -> Packer:
+def packing(wire: str, receive: DeviceReceive = "staged", settings: Settings | None = None) -> Packer:
     packer = Packer()
-    client = ClientOptions(device="cupy", device_receive=receive)
-    packer.setup_ucxx_packer(schemas=[SCHEMA], wire={wire}, client=client, **options)  # type: ignore[arg-type]
+    client = ClientOptions(device="cupy", device_receive=receive, settings=settings)
+    packer.setup_ucxx_packer(schemas=[SCHEMA], wire={wire}, client=client)  # type: ignore[arg-type]
     return packer
 
 

@@ -18,6 +18,7 @@ from transport.errors import (
     TransportError,
 )
 from transport.packer.mixin import FetchedBatch
+from transport.packer.options import ClientOptions
 from transport.ticket import Ticket
 
 
@@ -66,7 +67,7 @@ class FakePayload:
 
 def scripted(script: dict[int, list[TransportError | None]]) -> tuple[Packer, ScriptedClient]:
     packer = Packer()
-    packer.setup_ucxx_packer(settings=FAST)
+    packer.setup_ucxx_packer(client=ClientOptions(settings=FAST))
     client = ScriptedClient(script)
     replace_client(packer, client)
     return packer, client

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from transport import Schema, Settings, Trainer, UpTo
+from transport import ClientOptions, Schema, Settings, Trainer, UpTo
 from transport.packer.consumed_record import ConsumedRecord
 from transport.store.base import Change, Entry, Store
 from transport.store.open import open_store
@@ -126,8 +126,8 @@ def main(rings: str, mesh: Mesh, folder: Path, groups: int, every: int, wires: s
         new.replace(place)
         halts.at("behind checkpoint")
 
-    settings = Settings(claim_lease_s=10.0)
-    with Trainer(SCHEMA, rings, mesh=mesh, record=record, wire=wires, settings=settings) as trainer:
+    client = ClientOptions(settings=Settings(claim_lease_s=10.0))
+    with Trainer(SCHEMA, rings, mesh=mesh, record=record, wire=wires, client=client) as trainer:
         steps = trainer.steps(groups, max_tokens=200, group_timeout_s=None)
         halts.steps = steps
         (folder / f"begun-{mesh.rank}-{os.getpid()}").touch()

@@ -113,7 +113,7 @@ class ToldTrainer(Checked):
         """``consumed``: what `record` answered to a former trainer."""
         super().__init__()
         record = ConsumedRecord.from_bytes(bytes.fromhex(consumed)) if consumed else None
-        self.trainer = Trainer(SCHEMA, url, record=record, settings=chosen())
+        self.trainer = Trainer(SCHEMA, url, record=record, client=ClientOptions(settings=chosen()))
         self.batches: list[Taken] = []
 
     def take(self, n: int, timeout_s: float = LONG_S) -> list[int]:
@@ -201,7 +201,7 @@ class ToldReader(Checked):
         self.places = OnThisHost(url.partition(":")[2])
         directory = Directory(open_store(store), lease_s=DIRECTORY_LEASE_S) if store else None
         self.packer = Reader()
-        self.packer.setup_ucxx_packer(schemas=[SCHEMA], client=ClientOptions(directory=directory), settings=chosen())
+        self.packer.setup_ucxx_packer(schemas=[SCHEMA], client=ClientOptions(directory=directory, settings=chosen()))
         self.given: set[str] = set()
         self.tickets: list[Ticket] = []
         self.batches: list[FetchedBatch] = []

@@ -22,7 +22,7 @@ from typing import Any, Final
 import gymnasium
 import numpy as np
 
-from transport import BlockingClient, Rollout, Schema, Settings, Trainer, UpTo, open_rings
+from transport import BlockingClient, ClientOptions, Rollout, Schema, Settings, Trainer, UpTo, open_rings
 from transport.errors import RingFullError, RunError
 from transport.runtime.signals import until_stopped
 from transport.weights import Offers, ReferenceWorker, Taker
@@ -176,7 +176,12 @@ def train(rings: str, rank: int, options: Options, shown: Callable[[Report], Non
     policy = Policy(options.seed)
     with (
         Trainer(
-            EPISODE, rings, rank=rank, expected_rollouts=options.rollouts, wire=options.wire, settings=SETTINGS
+            EPISODE,
+            rings,
+            rank=rank,
+            expected_rollouts=options.rollouts,
+            wire=options.wire,
+            client=ClientOptions(settings=SETTINGS),
         ) as trainer,
         Offers(POLICY, trainer.rings, name=f"offers-{options.run}", settings=SETTINGS)
         if rank == 0

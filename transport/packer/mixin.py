@@ -21,15 +21,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import os
 import random
-import socket
 import time
 from collections.abc import Iterable, Sequence
 from operator import index
 from typing import Any, Literal
-
-import msgspec
 
 from transport.client.client import WirePolicy
 from transport.client.payload import ReceivedPayload
@@ -41,12 +37,12 @@ from transport.observe.statistics import PackerStatistics
 from transport.packer.consumed_record import ConsumedRecord
 from transport.packer.options import ClientOptions
 from transport.packer.prefetch import FetchedBatch, FetchedItem
-from transport.packer.session import PackerSession, open_session
+from transport.packer.session import PackerSession, completed, open_session
 from transport.packer.with_block import WithBlock
 from transport.runtime.arguments import several, waiting
 from transport.runtime.progress import Progress
 from transport.schema import Schema
-from transport.settings import _MAX_FETCH_ROUNDS, Settings
+from transport.settings import _MAX_FETCH_ROUNDS
 from transport.ticket import Ticket
 
 __all__ = [
@@ -80,12 +76,10 @@ class UCXXDataPackerMixin(WithBlock):
         *,
         schemas: Sequence[Schema] = (),
         rank: int = 0,
-        name: str | None = None,
         consumed: ConsumedRecord | None = None,
         progress: Progress | Literal["bar"] | None = None,
         wire: WirePolicy | None = None,
         client: ClientOptions = _CLIENT,
-        settings: Settings | None = None,
     ) -> None:
         """Start the background loop and the client. Called again, it cleans up first.
 
@@ -93,12 +87,11 @@ class UCXXDataPackerMixin(WithBlock):
             schemas: of the payloads, where their tickets do not describe them. A payload that nothing describes is an
                 error of its item, and not consumed.
             rank: this trainer's rank among the readers of each payload.
-            name: of this packer in metrics; default host and process id.
             consumed: record from a checkpoint, so that a restarted trainer drops the payloads it has trained on.
             progress: called with (payloads done, payloads of the batch, bytes done) while a batch is fetched; "bar"
                 draws it on the terminal.
+            wire: default: the operator's (config.py), who may also turn on metrics.
             client: further choices, for example ``client=ClientOptions(device="torch")``.
-            wire, settings: default: the operator's configuration (config.py), which may also turn on metrics.
 
         Raises:
             ConfigurationError: the operator's configuration is wrong.
@@ -110,14 +103,12 @@ class UCXXDataPackerMixin(WithBlock):
         self.cleanup_ucxx_packer()
         operator = configuration()
         wire = operator.wire_policy if wire is None else wire
-        if client.secret is None:
-            client = msgspec.structs.replace(client, secret=operator.secret())
-        settings = operator.settings if settings is None else settings
+        client, settings, name = completed(client, operator)
         self._ucxx = open_session(
             schemas,
             wire,
             client,
-            settings,
+            settings=settings,
             record=consumed if consumed is not None else ConsumedRecord(settings),
             rank=rank,
             progress=progress,
@@ -125,7 +116,7 @@ class UCXXDataPackerMixin(WithBlock):
         )
         try:
             self._ucxx.warm_up(client.directory)
-            self._ucxx.show(configured_exporter(operator), name or f"{socket.gethostname()}:{os.getpid()}")
+            self._ucxx.show(configured_exporter(operator), name)
         except BaseException:
             self.cleanup_ucxx_packer()
             raise

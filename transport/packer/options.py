@@ -11,6 +11,7 @@ from transport.client.device_reads import DeviceReceive
 from transport.ring.buffer import Sync
 from transport.ring.overflow import Overflow
 from transport.runtime.decoders import hiding
+from transport.settings import Settings
 from transport.store.directory import Directory
 from transport.wires import Wire
 
@@ -60,9 +61,11 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 @hiding("secret")
 class ClientOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the client of a data packer; see `UCXXClient`.
+    """Of the client of a `Trainer` or a data packer; see `UCXXClient`.
 
     Attributes:
+        name: of its trainer, in metrics and in the rings' reports; None: host and process id.
+        settings: None: the operator's.
         secret: of the listeners; None: the operator's.
         device: "cupy" or "torch" (":1" for the second device): payloads are put into its memory while the trainer
             computes, and their arrays are that library's. What the trainer's stream does with an array that it looked
@@ -71,6 +74,8 @@ class ClientOptions(msgspec.Struct, frozen=True, kw_only=True):
         directory: asked where a ring is served by now, when a ticket's own ports do not answer.
     """
 
+    name: str | None = None
+    settings: Settings | None = None
     secret: bytes | None = None
     device: str | None = None
     device_receive: DeviceReceive = "staged"

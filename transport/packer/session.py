@@ -8,16 +8,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import random
+import socket
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Literal, TypeVar
 
+import msgspec
+
 from transport.client.client import UCXXClient, WirePolicy
 from transport.client.connections.acknowledgements import Identity
 from transport.client.payload import ClientStatistics
 from transport.client.retry import Deadline, Retry
+from transport.config import Configuration
 from transport.errors import StaleSlotError, TransportError
 from transport.observe.metrics import Exporter
 from transport.observe.statistics import PackerStatistics
@@ -171,8 +176,8 @@ def open_session(
     schemas: Sequence[Schema],
     wire: WirePolicy,
     options: ClientOptions,
-    settings: Settings,
     *,
+    settings: Settings,
     record: ConsumedRecord,
     rank: int,
     progress: Progress | Literal["bar"] | None,
@@ -188,6 +193,14 @@ def open_session(
         session = PackerSession(client, thread, settings, rank, record, show, shown, fetch)
         undo.pop_all()
     return session
+
+
+def completed(options: ClientOptions, operator: Configuration) -> tuple[ClientOptions, Settings, str]:
+    """Return the options with the operator's secret where they have none, and the settings and the name to use."""
+    if options.secret is None:
+        options = msgspec.structs.replace(options, secret=operator.secret())
+    settings = operator.settings if options.settings is None else options.settings
+    return options, settings, options.name or f"{socket.gethostname()}:{os.getpid()}"
 
 
 async def make_client(

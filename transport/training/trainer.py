@@ -15,8 +15,6 @@ import _thread
 import asyncio
 import logging
 import math
-import os
-import socket
 import sys
 import time
 import weakref
@@ -52,7 +50,7 @@ from transport.observe.metrics import configured_exporter
 from transport.observe.statistics import TrainerStatistics
 from transport.packer.consumed_record import ConsumedRecord
 from transport.packer.options import ClientOptions
-from transport.packer.session import make_client, statistics_of
+from transport.packer.session import completed, make_client, statistics_of
 from transport.ring.batch import Gathered, columns_of
 from transport.ring.batch_shape import Shape, ShapeArguments
 from transport.ring.claiming import check_claim
@@ -79,7 +77,6 @@ from transport.training.steps import Steps
 
 if TYPE_CHECKING:
     from transport.client.client import WirePolicy
-    from transport.settings import Settings
     from transport.store.base import Store
 
 log = logging.getLogger(__name__)
@@ -112,8 +109,7 @@ class Trainer:
         joined: a payload that names its parents (docs/PAYLOADS.md) has the fields of all parts, and is consumed with
             them. True, or the parents' schemas, where those are not in ``schema``: they are read and not taken.
         expected_rollouts: how many rollouts have to end before `finished`; None: those that this trainer has seen.
-        name: of this trainer, in the rings' reports; default host and process id.
-        wire, settings, client: of the connections; default as the operator configured them.
+        wire, client: of the connections, and the trainer's name and settings; default as the operator configured them.
         shape: how batches are laid out, see `Shape`: layout, fill, pad_to, memory, out, verify, fields. A "padded" or
             "packed" batch is laid out while its payloads are taken; by default they stay where they are, and are padded
             when somebody looks at a tensor.
@@ -138,9 +134,7 @@ class Trainer:
         mesh: Mesh | None = None,
         joined: bool | Sequence[Schema] = False,
         expected_rollouts: int | None = None,
-        name: str | None = None,
         wire: WirePolicy | None = None,
-        settings: Settings | None = None,
         client: ClientOptions = _CLIENT,
         **shape: Unpack[ShapeArguments],
     ) -> None:
@@ -167,12 +161,10 @@ class Trainer:
         self._schemas = {each.fingerprint: each for each in schemas}
         self._discards = LogLimit()
         self._calls = _thread.allocate_lock()
-        self._name = name or f"{socket.gethostname()}:{os.getpid()}"
         self.version: int | None = None
         operator = configuration()
-        if client.secret is None:
-            client = msgspec.structs.replace(client, secret=operator.secret())
-        self._settings = settings = operator.settings if settings is None else settings
+        client, settings, self._name = completed(client, operator)
+        self._settings = settings
         record = ConsumedRecord.from_bytes(record, settings) if isinstance(record, bytes) else record
         self._book = TrainerBook(record)
         wire = operator.wire_policy if wire is None else wire

@@ -35,7 +35,7 @@ from transport.weights.sharding.shards import whole_model
 from transport.weights.transfer.bucket_sender import SETTINGS, BucketSender
 from transport.weights.transfer.changes import ShardBase
 from transport.weights.transfer.feed import Feed, Upstream, announce_failure
-from transport.weights.transfer.parts import checked_targets
+from transport.weights.transfer.parts import OwnTensors
 from transport.weights.transfer.receiving import ShardReceiving, start_of
 from transport.weights.transfer.sending import ShardSending, iterate
 from transport.weights.transfer.threads import ended, in_thread
@@ -75,9 +75,9 @@ class WeightsEngine:
         name: unique among all ranks.
         layout: of the tensors that this rank has (a trainer's) or wants. None, of all ranks or of no one: the whole
             model, which the first trainer sends.
-        bucket_bytes, in_flight: largest size and number of buckets; default: 32 MiB and 8, without a layout 256 MiB
-            and 2. All ranks use the smallest size that one of them has, or less: with layouts a 64th of the largest
-            part for each hop, but 256 KiB at least.
+        bucket_bytes: largest size of buckets; default: 32 MiB, without a layout 256 MiB. All ranks use the smallest
+            size that one of them has, or less: with layouts a 64th of the largest part for each hop, but 256 KiB at
+            least.
         address: to listen on; default: the address of this host's default route.
         in_place: the engine's own tensors by name, in host memory: versions land in them, and in no slot. An update
             that fails after its first byte has spoilt them: `spoilt` is true until the next version is complete.
@@ -100,7 +100,6 @@ class WeightsEngine:
         layout: Layout | None = None,
         *,
         bucket_bytes: int | None = None,
-        in_flight: int | None = None,
         address: str | None = None,
         in_place: Mapping[str, Any] | None = None,
         device: str | None = None,
@@ -111,6 +110,7 @@ class WeightsEngine:
     ) -> None:
         if bucket_bytes is None:
             bucket_bytes = _WHOLE_BUCKET_BYTES if layout is None else _BUCKET_BYTES
+        in_flight = options.in_flight
         if in_flight is None:
             in_flight = _WHOLE_IN_FLIGHT if layout is None else _IN_FLIGHT
         if bucket_bytes < _LEAST_BUCKET or bucket_bytes % 64 or in_flight < 1:
@@ -123,7 +123,7 @@ class WeightsEngine:
         self.name = name
         self.layout = layout
         self._bucket_bytes = bucket_bytes
-        self._own = checked_targets(layout, in_place) if layout is not None and in_place is not None else in_place
+        self._own = None if in_place is None else OwnTensors(layout, in_place)
         self._specs = None if specs is None else tuple(specs)
         self._options = options
         self._host = options.host or memory_identity()
@@ -145,12 +145,10 @@ class WeightsEngine:
         self._held: ShardHeld | None = None  # the current version
         self._previous: ShardHeld | None = None  # the one before, until `finalize`
         self._process = os.getpid()
-        self._in_flight = in_flight
         self._buffers = BufferPool(in_flight * bucket_bytes)
         self._packed = "" if layout is None else pack(layout)
         self._role: RankRole | None = None
         self._upstreams: dict[str, Upstream] = {}
-        self._spoilt = False
         self._base = ShardBase() if delta else None
 
     def __repr__(self) -> str:
@@ -181,7 +179,7 @@ class WeightsEngine:
     @property
     def spoilt(self) -> bool:
         """Whether the engine's own tensors hold a mixture: an update began to change them and did not complete."""
-        return self._spoilt
+        return self._own is not None and self._own.spoilt
 
     @property
     def in_place(self) -> bool:
@@ -219,7 +217,7 @@ class WeightsEngine:
             layout=self._packed,
             bucket_bytes=self._bucket_bytes,
             in_place=self.in_place,
-            proof=None if self._spoilt else self.proof,
+            proof=None if self.spoilt else self.proof,
             shape=self._options.shape,
             fanout=self._options.fanout,
         )
@@ -368,7 +366,7 @@ class WeightsEngine:
         if feed is None or role is None:
             raise UsageError(f"{self.name}: call init_process_group() before receive_weights()")
         self._role = msgspec.structs.replace(role, base=None)  # the group's next version is whole
-        layout, own, specs = self.layout, self._own, None
+        layout, specs = self.layout, None
         try:
             if layout is None:
                 ((name, upstream),) = self._upstreams.items()
@@ -376,7 +374,8 @@ class WeightsEngine:
                 if specs is None:
                     raise ProtocolError(f"{name} says nothing of the model's tensors")
                 layout = await in_thread(lambda: whole_model(tuple(TensorSpec(*spec) for spec in specs)))
-                own = None if own is None else checked_targets(layout, own)
+                if self._own is not None:
+                    self._own.fit(layout)
                 role = await in_thread(completed, role, layout)
             receiving = await in_thread(
                 ShardReceiving,
@@ -384,13 +383,10 @@ class WeightsEngine:
                 layout,
                 self._upstreams,
                 self._client,
-                self._copies,
+                self._copies if self._own is None else self._own,
                 self._buffers,
-                self._in_flight,
                 feed,
                 self._sender,
-                own,
-                self.spoil,
                 self._held,
                 self._progress,
             )
@@ -403,20 +399,17 @@ class WeightsEngine:
         if self._previous is not None:
             self._previous.release()
         self._previous, self._held = self._held, held
-        self._spoilt = False
+        if self._own is not None:
+            self._own.spoilt = False
         return held
-
-    def spoil(self) -> None:
-        """From now on the engine's own tensors are no version, if versions land in them."""
-        self._spoilt = self.in_place
 
     def revert(self) -> None:
         """Return to the version before, or to none, because the new one is not to be served. Only until `finalize`.
 
         Where versions land in place the one before is gone: the engine's own tensors are no version then.
         """
-        if self.in_place:
-            self._spoilt = True
+        if self._own is not None:
+            self._own.spoilt = True
             return
         held, self._held, self._previous = self._held, self._previous, None
         if held is not None:

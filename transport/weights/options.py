@@ -12,13 +12,15 @@ from transport.wires import Wire
 
 @hiding("secret")
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Of a `WeightsEngine`; the same for all members but ``host``, ``wires`` and ``rate``, which may differ.
+    """Of a `WeightsEngine`; the same for all members but ``host``, ``wires``, ``in_flight`` and ``rate``, which may
+    differ.
 
     Attributes:
         shape, fanout: of the relays; the trainer's count.
         host: members with the same one can map this member's memory; None: those of this host, /dev/shm and user.
         wires: what may carry buckets; None: whatever is best, mapped on one host.
         secret: shared secret that members prove to each other's listeners; every member has the same.
+        in_flight: buckets under way at once; None: 8, without a layout 2.
         rate: bytes per second over this member's link to all that pull from it over a wire; None: no limit.
         stall_s: a child that holds a bucket longer than this while the sender waits is dropped.
         join_s: longest wait for the other members of a group to connect; a manager's own limit may be shorter.
@@ -30,6 +32,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     host: str | None = None
     wires: frozenset[Wire] | None = None
     secret: bytes | None = None
+    in_flight: int | None = None
     rate: float | None = None
     stall_s: float = 60.0
     join_s: float = 600.0

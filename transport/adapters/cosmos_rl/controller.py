@@ -124,7 +124,7 @@ class Discarding:
                 client_options = self._options.get("client") or ClientOptions()
                 self._client = BlockingClient(
                     secret=client_options.secret or operator.secret(),
-                    settings=self._options.get("settings") or operator.settings,
+                    settings=client_options.settings or operator.settings,
                 )
             return self._client
 

@@ -25,7 +25,7 @@ from transport.adapters.cosmos_rl.policy import PREFIX, TicketStrategy
 from transport.adapters.cosmos_rl.rollout import TicketProducer, end_publishing, ring_schema
 from transport.config import configuration
 from transport.errors import ConfigurationError, RingFullError, SchemaError, StopRequestedError, UsageError
-from transport.packer.options import RingOptions, ServerOptions
+from transport.packer.options import ClientOptions, RingOptions, ServerOptions
 from transport.ring.overflow import Overflow
 from transport.runtime.arguments import seconds
 from transport.schema import Schema
@@ -181,7 +181,8 @@ class UCXXStrategy(TicketStrategy):
         if not (math.isfinite(read_timeout) and read_timeout > 0):
             raise ConfigurationError(f"[custom] ucxx_read_timeout = {read_timeout}: give a number of seconds above 0")
         given = {"schemas": self.choices.schemas, **self.choices.policy, **options}
-        settings = given.pop("settings", None) or configuration().settings
+        client = given.pop("client", None) or ClientOptions()
+        settings = client.settings or configuration().settings
         self._read_timeout = float(read_timeout)
         settings = msgspec.structs.replace(
             settings,
@@ -189,7 +190,7 @@ class UCXXStrategy(TicketStrategy):
             calls_per_ticket=max(1, int(max_attempts)),
             batch_deadline_s=max(settings.batch_deadline_s, 2 * self._read_timeout),
         ).validate()
-        super().setup(device=device, settings=settings, **given)
+        super().setup(device=device, client=msgspec.structs.replace(client, settings=settings), **given)
 
 
 class UCXXReplacement(UCXXPayloadTransport):  # type: ignore[misc]  # cosmos-rl is not there when types are checked

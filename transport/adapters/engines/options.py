@@ -11,7 +11,7 @@ from transport.config import Configuration
 from transport.errors import ConfigurationError
 from transport.weights.options import EngineOptions
 
-_OF_THE_ENGINE = {"name", "in_flight", "delta", "specs", "address", "device", "progress"}
+_OF_THE_ENGINE = {"name", "delta", "specs", "address", "device", "progress"}
 _SECRETS = {"secret", "secret_file"}
 _OF_YAML = frozenset(EngineOptions.__struct_fields__) - _SECRETS
 KNOWN = sorted({*_OF_THE_ENGINE, *_OF_YAML, *_SECRETS, "tensors"})

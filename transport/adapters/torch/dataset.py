@@ -132,7 +132,8 @@ class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not ther
         self._shape = Shape(layout=layout, **(shape or {}))
         if self._shape.out is not None:
             raise UsageError("out= would be overwritten by the next batch; leave it out of the shape")
-        if options.get("client", ClientOptions()).device is not None:
+        client = options.get("client", ClientOptions())
+        if client.device is not None:
             raise UsageError(
                 'ClientOptions(device=…) is for reads by ticket: give layout="padded" or "packed" and '
                 'shape={"memory": "torch"} for batches in device memory'
@@ -143,11 +144,12 @@ class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not ther
             raise UsageError("a step has the groups that steps= says: leave batch_size and idle_s out")
         if steps is not None and layout == "list":
             raise UsageError('micro-batches are dicts of tensors: give layout="padded" or "packed" with steps=')
+        self._settings = client.settings or DEFAULTS
         self._steps = steps
         self._collate = collate
         self.fill_s, self.idle_s = fill_s, idle_s
         if options.get("record") is None:
-            options["record"] = ConsumedRecord(options.get("settings") or DEFAULTS)
+            options["record"] = ConsumedRecord(self._settings)
         self._options = options
         self._orders: Sequence[multiprocessing.connection.Connection] = ()  # of the trainer, one for each worker
         self._in_hand: tuple[Trainer, Batch | Step] | None = None  # of the latest iteration
@@ -234,8 +236,7 @@ class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not ther
         record = state.get("consumed") if isinstance(state, Mapping) else None
         if not isinstance(record, bytes):
             raise UsageError(f"{state!r:.80} is not what state_dict() of a TicketDataset returns")
-        settings = self._options.get("settings") or DEFAULTS
-        self._options["record"] = ConsumedRecord.from_bytes(record, settings)
+        self._options["record"] = ConsumedRecord.from_bytes(record, self._settings)
 
     def _check_own(self) -> None:
         if self._in_workers:

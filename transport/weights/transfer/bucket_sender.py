@@ -78,7 +78,7 @@ class BucketSender:
         stall_s: float = 60.0,
         prefix: str = "",
     ) -> None:
-        self._in_flight = in_flight
+        self.in_flight = in_flight
         self._address = address
         self._wires = wires
         self._secret = secret
@@ -106,7 +106,7 @@ class BucketSender:
         """
         if not self._children or not sizes:
             return
-        slots, slot_bytes = min(self._in_flight, len(sizes)), max(1, *sizes)
+        slots, slot_bytes = min(self.in_flight, len(sizes)), max(1, *sizes)
         if self._ring is not None and (self._ring.slot_capacity < slot_bytes or self._ring.slot_count < slots):
             self.close()
         if self._ring is None:

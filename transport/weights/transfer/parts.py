@@ -222,19 +222,36 @@ def check_fits(name: str, target: Any, dtype: str, shape: tuple[int, ...]) -> No
         )
 
 
-def checked_targets(layout: Layout, own: Mapping[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
-    """The engine's own tensors as writable arrays. UsageError or SchemaError for what cannot be landed in."""
-    found = {}
-    for each in layout.tensors:
-        if not each.nbytes:
-            continue
-        if each.name not in own:
-            raise SchemaError(f"in_place has no tensor {each.name}: give every tensor of the layout")
-        array = as_array(own[each.name], each.name)
+class OwnTensors:
+    """An engine's own tensors, in host memory, which versions land in.
+
+    Args:
+        layout: of the versions; None: `fit` is called with it before the first one lands.
+
+    Attributes:
+        tensors: by name, as writable arrays.
+        spoilt: whether they hold a mixture: a version began to change them and is not complete.
+    """
+
+    def __init__(self, layout: Layout | None, given: Mapping[str, Any]) -> None:
+        self.tensors: dict[str, np.ndarray[Any, Any]] = {}
+        self.spoilt = False
+        self._given = given
+        if layout is not None:
+            self.fit(layout)
+
+    def fit(self, layout: Layout) -> None:
+        """Land versions of this layout. UsageError or SchemaError for tensors that cannot be landed in."""
+        self.tensors = {each.name: self._checked(each) for each in layout.tensors if each.nbytes}
+
+    def _checked(self, wanted: LocalTensor) -> np.ndarray[Any, Any]:
+        name = wanted.name
+        if name not in self._given:
+            raise SchemaError(f"in_place has no tensor {name}: give every tensor of the layout")
+        array = as_array(self._given[name], name)
         if isinstance(array, DeviceTensor):
-            raise UsageError(f"{each.name}: in_place needs tensors in host memory; for device memory use device=")
-        check_fits(each.name, array, each.dtype, each.shape)
+            raise UsageError(f"{name}: in_place needs tensors in host memory; for device memory use device=")
+        check_fits(name, array, wanted.dtype, wanted.shape)
         if not array.flags.writeable:
-            raise UsageError(f"{each.name}: in_place needs tensors that can be written, and this one is read-only")
-        found[each.name] = array
-    return found
+            raise UsageError(f"{name}: in_place needs tensors that can be written, and this one is read-only")
+        return array

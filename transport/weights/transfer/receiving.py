@@ -29,7 +29,7 @@ from transport.weights.sharding.roles import Incoming, RankRole
 from transport.weights.transfer.bucket_sender import BucketSender
 from transport.weights.transfer.feed import Feed, Upstream
 from transport.weights.transfer.messages import Placed, Slices, Start
-from transport.weights.transfer.parts import PartLanding, row_layout_of
+from transport.weights.transfer.parts import OwnTensors, PartLanding, row_layout_of
 from transport.weights.transfer.sending import copied
 from transport.weights.transfer.threads import in_thread
 from transport.weights.versions.copies import Copies, Held, ShardHeld, attach
@@ -57,10 +57,9 @@ class ShardReceiving:
     Args:
         role, layout: with the tensors that the version has, of a whole model too.
         buffers: memory for buckets that are read and put into their places.
-        at_once: the most buckets that are read at once.
-        own: the engine's own tensors, to land in; None: land in slots that the host shares.
+        into: what the version lands in: slots that the host shares, or the engine's own tensors.
+        sender: for relays; as many buckets as it may have in flight are read at once.
         base: the version that changes are based on, if the role says that they are sent.
-        spoil: called before the first byte of the engine's own tensors changes.
     """
 
     def __init__(
@@ -69,26 +68,20 @@ class ShardReceiving:
         layout: Layout,
         upstreams: Mapping[str, Upstream],
         client: UCXXClient | None,
-        copies: Copies,
+        into: Copies | OwnTensors,
         buffers: BufferPool,
-        at_once: int,
         feed: Feed,
         sender: BucketSender,
-        own: Mapping[str, np.ndarray[Any, Any]] | None,
-        spoil: Callable[[], None],
         base: ShardHeld | None,
         progress: Progress,
     ) -> None:
         self._role = role
         self._upstreams = upstreams
         self._client = client
-        self._copies = copies
+        self._into = into
         self._buffers = buffers
-        self._at_once = at_once
         self._feed = feed
         self._sender = sender
-        self._own = own
-        self._spoil = spoil
         self._base = base
         self._progress = progress
         self._layout = layout
@@ -96,8 +89,8 @@ class ShardReceiving:
         # before it has one to pass on costs the whole chain behind it that time. So few are on the link; those that
         # have come and are being placed or relayed are not among them. Of many parents, one from each.
         parents = {source.parent for each in role.incoming for source in each.sources}
-        self._link = asyncio.Semaphore(min(at_once, max(_READS, len(parents))))
-        self._room = asyncio.Semaphore(at_once)
+        self._link = asyncio.Semaphore(min(sender.in_flight, max(_READS, len(parents))))
+        self._room = asyncio.Semaphore(sender.in_flight)
         self._turn = asyncio.Lock()  # first come, first served
         self._version = -1
         self._held: list[Held] = []
@@ -123,17 +116,18 @@ class ShardReceiving:
                 raise WeightsError(f"base mismatch: changes since {self._role.base} come, this rank has {self._base!r}")
             base = None if self._role.base is None or self._base is None else self._base.arrays()
             for landing in self._landings.values():
-                if self._own is None:
-                    self._sender.bytes_copied += await in_thread(landing.open, self._copies, base)
+                if isinstance(self._into, Copies):
+                    self._sender.bytes_copied += await in_thread(landing.open, self._into, base)
                 else:
-                    landing.open_in_place(self._own, based=base is not None)
+                    landing.open_in_place(self._into.tensors, based=base is not None)
             await self._feed.tell(Start(version, specs), self._feed.children)
             await self._follow_all()
             if self._proven != {each.part for each in self._role.incoming}:
                 raise InternalError(f"{len(self._proven)} of {len(self._role.incoming)} parts are proven")
             with contextlib.suppress(ChildrenLostError):
                 await self._sender.drained()
-            held = ShardHeld(self._layout, VersionProof(version, self._role.update), self._held, self._own)
+            own = None if isinstance(self._into, Copies) else self._into.tensors
+            held = ShardHeld(self._layout, VersionProof(version, self._role.update), self._held, own)
             await in_thread(held.hash)
             return held
         except BaseException:
@@ -199,6 +193,11 @@ class ShardReceiving:
         _, rank = incoming.mapped
         await in_thread(lambda: self._held.append(attach(ticket, rank, row_layout, frame.checksum)))
         self._proven.add(incoming.part)
+
+    def _spoil(self) -> None:
+        """Note, before the first byte of the engine's own tensors changes, that they are no version."""
+        if isinstance(self._into, OwnTensors):
+            self._into.spoilt = True
 
     # --- one bucket -------------------------------------------------------------------------------------------
     async def _take(self, landing: PartLanding, frame: Slices, bucket: list[Chunk], ticket: Ticket | None) -> None:
@@ -267,7 +266,7 @@ class ShardReceiving:
             await in_thread(landing.place, bucket, data, checksum)
             return None
         await in_thread(landing.change, bucket, frame, data)
-        most = self._at_once * self._role.bucket_bytes
+        most = self._sender.in_flight * self._role.bucket_bytes
         if not landing.incoming.wired or self._waiting + len(data) > most:
             return None
         self._waiting += len(data)
@@ -276,9 +275,9 @@ class ShardReceiving:
     async def _conclude(self, landing: PartLanding) -> None:
         """All of a part is here and proven: the host's other receivers may map it, unless it landed in place."""
         part = landing.incoming.part
-        if self._own is None:
+        if isinstance(self._into, Copies):
             checksum = await in_thread(landing.checksum)
-            ticket, held = landing.publish(checksum, self._copies)
+            ticket, held = landing.publish(checksum, self._into)
             self._held.append(held)
             await self._feed.tell(Placed(part, ticket.encode(), checksum), landing.incoming.local)
         self._proven.add(part)
