@@ -53,14 +53,14 @@ worker.cleanup_ucxx()
 READER = """
 import json, os, sys
 import numpy as np
-from transport import Schema, Trainer, UpTo
+from transport import ClientOptions, Schema, Trainer, UpTo
 from transport.settings import Settings
 from transport.ticket import host_identity
 
 url, payloads = sys.argv[1], int(sys.argv[2])
 schema = Schema.of(data=("int64", UpTo(1 << 18)))
 seen, wires, segments = [], {}, os.listdir("/dev/shm")
-with Trainer(schema, url, settings=Settings(connect_timeout_s=1.0)) as trainer:
+with Trainer(schema, url, client=ClientOptions(settings=Settings(connect_timeout_s=1.0))) as trainer:
     while len(seen) < payloads:
         batch = trainer.take(payloads, 20.0)
         for payload in batch:
