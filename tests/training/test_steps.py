@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import secrets
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -249,7 +251,7 @@ def test_a_sample_beyond_its_groups_size_is_left_out(ring: SharedRingBuffer, pre
     ring.end_data()
     with trainer_of(prefix, wire) as trainer:
         assert sorted(learned(trainer, 1, incomplete="short")) == [[1] * 4, [2] * 4]
-        assert trainer.statistics().surplus == 1
+        eventually(lambda: trainer.statistics().surplus == 1)
     assert ring.native.unread == 0
 
 
@@ -395,6 +397,54 @@ def test_steps_are_learned_in_their_order(ring: SharedRingBuffer, prefix: str) -
                 call()
         first.consume()
         second.consume()
+
+
+def test_a_trainer_that_is_dropped_gives_back_what_it_holds(ring: SharedRingBuffer, prefix: str, wire: str) -> None:
+    for value in range(3):
+        write(ring, f"p{value}", value)
+    trainer = trainer_of(prefix, wire)
+    step = next(iter(trainer.steps(1)))
+    dropped = weakref.ref(trainer)
+    del trainer
+    gc.collect()
+    step.consume()  # whoever has a step has its trainer
+    del step
+    gc.collect()
+    assert dropped() is None
+    with trainer_of(prefix, wire) as other:
+        assert [values(step) for _, step in zip(range(2), other.steps(1), strict=False)] == [[1] * 4, [2] * 4]
+
+
+def test_a_loop_over_the_steps_of_a_trainer_that_nobody_names_keeps_it(ring: SharedRingBuffer, prefix: str) -> None:
+    for value in range(3):
+        write(ring, f"p{value}", value)
+    ring.end_data()
+    found = []
+    for step in trainer_of(prefix).steps(1):
+        gc.collect()
+        found += values(step)
+        step.consume()
+    assert sorted(found) == sorted([0, 1, 2] * 4)
+    del step
+    gc.collect()
+    eventually(lambda: ring.native.unread == 0)
+
+
+def test_a_second_thread_is_refused_while_one_takes_or_ends_a_step(ring: SharedRingBuffer, prefix: str) -> None:
+    write(ring, "p", 1)
+    with trainer_of(prefix) as trainer:
+        steps = trainer.steps(1)
+        step = next(iter(steps))
+        taking = threading.Thread(target=lambda: next(iter(steps), None))
+        taking.start()  # there is no other step: it waits
+        eventually(steps._calls.locked)
+        for call in (step.consume, step.accept, lambda: next(iter(steps))):
+            with pytest.raises(UsageError, match="one call at a time"):
+                call()
+        ring.end_data()
+        taking.join()
+        step.consume()
+    assert ring.native.unread == 0
 
 
 def test_a_forked_child_consumes_no_step_of_its_parent(ring: SharedRingBuffer, prefix: str) -> None:

@@ -37,6 +37,7 @@ class Learned:
         voted: numbers of those that this rank has consumed.
         given_out: numbers of those that are neither.
         samples: of this rank, in steps that it has consumed.
+        version: of the policy in training, as the user says.
         closed: the trainer is closed; with it end the records of a trainer without a mesh.
     """
 
@@ -49,6 +50,7 @@ class Learned:
         self.voted: set[int] = set()
         self.given_out: set[int] = set()
         self.samples = 0
+        self.version: int | None = None
         self.closed = False
 
     def has(self, number: int) -> bool:

@@ -210,6 +210,8 @@ class Planner:
                         self._records.forget(number)
                 self._lead.say(0)  # nobody waits for a planner that is gone
             self._records.leave()
+        except StoreError as error:  # who plans next finds in the records what was learned
+            log.warning("the store of the steps does not answer at the close: %s", error_text(error))
         finally:
             self._holding.close()
 

@@ -22,7 +22,7 @@ from typing import Final, Literal, NamedTuple
 
 import msgspec
 
-from transport.errors import RankError
+from transport.errors import RankError, RunLostError
 from transport.runtime.decoders import hiding, ready
 from transport.store.base import ABSENT, Change, Entry, Store, check_key
 from transport.store.decision import Next, advance, decide
@@ -175,6 +175,7 @@ class StepRecords:
         seat = Change(self._key("rank", self._rank), encode(self._token), self._seat)
         written = self._store.put_many([lead, seat])
         if written is None:
+            self._check_there()
             return 0
         self._lead, self._seat = written
         self._term += 1
@@ -349,11 +350,22 @@ class StepRecords:
                 self._seat = written[0]
                 return
             entry = self._store.get(seat)  # another thread of this process votes as well, or another process does
+            if entry is None:
+                self._check_there()
             if entry is None or entry.value != mine:
                 raise RankError(
                     f"another process has begun to train as rank {self._rank} of {self._prefix}: end this one"
                 )
             self._seat = entry.version
+
+    def _check_there(self) -> None:
+        """RunLostError where the store has lost what it knew of the mesh, and perhaps has another mesh of the name."""
+        entry = self._store.get(self._key("id"))
+        if entry is None or decode(str, self._key("id"), entry.value) != self.id:
+            raise RunLostError(
+                f"{self._prefix}: the store has lost the records of the steps: it was emptied, or started without its "
+                "file. Go back to the checkpoint with every rank"
+            )
 
     def _all_voted(self, number: int, vote: str) -> bool:
         return not self.silent(number, vote)

@@ -15,7 +15,9 @@ import _thread
 import asyncio
 import logging
 import math
+import os
 import sys
+import threading
 import time
 import weakref
 from collections import deque
@@ -55,11 +57,11 @@ from transport.ring.batch import Gathered, columns_of
 from transport.ring.batch_shape import Shape, ShapeArguments
 from transport.ring.claiming import check_claim
 from transport.ring.consumers import check_consumer
-from transport.runtime import hurry, spans
+from transport.runtime import hurry, spans, threads
 from transport.runtime.arguments import at_least, one_of, seconds
 from transport.runtime.error_text import error_text
 from transport.runtime.logs import SAY_AGAIN_S, LogLimit
-from transport.runtime.loop_thread import LoopThread
+from transport.runtime.loop_thread import LoopThread, gone
 from transport.schema import Schema
 from transport.store.memory import MemoryStore
 from transport.store.open import open_store
@@ -72,8 +74,9 @@ from transport.training.joining import Child, end_parts, join_all
 from transport.training.learned import Learned
 from transport.training.mesh import Mesh
 from transport.training.planner import Choose, Planner, StepTerms
+from transport.training.step_reader import StepReader
 from transport.training.step_records import StepRecords
-from transport.training.steps import Steps
+from transport.training.steps import Steps, Underway
 
 if TYPE_CHECKING:
     from transport.client.client import WirePolicy
@@ -116,7 +119,8 @@ class Trainer:
 
     Attributes:
         rings: of the run; for `Offers`, notices and depth.
-        version: of the policy in training; set it as training goes on. Required with ``max_age``.
+
+    Dropped without `close`, it ends by itself, and what it has claimed goes back.
 
     Raises:
         ConfigurationError: ``rings`` or the operator's configuration is wrong.
@@ -161,7 +165,6 @@ class Trainer:
         self._schemas = {each.fingerprint: each for each in schemas}
         self._discards = LogLimit()
         self._calls = _thread.allocate_lock()
-        self.version: int | None = None
         operator = configuration()
         client, settings, self._name = completed(client, operator)
         self._settings = settings
@@ -171,6 +174,7 @@ class Trainer:
         self._mesh = mesh
         self._step_records: StepRecords | None = None
         self._steps: Steps | None = None
+        self._underway: list[Underway] = []  # the one of these
         self._learned = Learned(record, self._book.consumed_record)
         self._counts = StepCounts()
         self._closed = False
@@ -197,14 +201,25 @@ class Trainer:
             self._ends.append(self._heart.cancel)
             if (exporter := configured_exporter(operator)) is not None:
                 self._ends.append(exporter.close)
-                exporter.add_trainer(self._name, self.statistics)
+                exporter.add_trainer(self._name, _statistics_of(weakref.ref(self)))
                 exporter.add_queue(repr(self.rings.places), self.rings)
             self.metrics_port = None if exporter is None else exporter.port
-            self._ends.append(self._close_steps)
+            self._ends.append(partial(_close_steps, self._underway, self._learned))
             undo.pop_all()
+        self._dropped = weakref.finalize(self, _end_dropped, os.getpid(), thread, self._ends)
+        self._dropped.atexit = False
 
     def __repr__(self) -> str:
         return f"<Trainer {self._name} rank {self._rank} of {self.rings!r}{' closed' if self._closed else ''}>"
+
+    @property
+    def version(self) -> int | None:
+        """Version of the policy in training; set it as training goes on. Required with ``max_age``."""
+        return self._learned.version
+
+    @version.setter
+    def version(self, version: int | None) -> None:
+        self._learned.version = version
 
     # --- taking -------------------------------------------------------------------------------------
     def take(self, n: int, timeout_s: float = 0.0, *, fill_s: float = 0.0) -> Batch | None:
@@ -252,7 +267,7 @@ class Trainer:
             return batch
 
     def _take(self, n: int, give_up: float, fill_s: float) -> Batch | None:
-        oldest = None if self._max_age is None else self._oldest(self._max_age)
+        oldest = _oldest(self._learned, self._max_age)
         left = n
         parts: list[Claimed] = []
         full_by = 0.0
@@ -298,7 +313,7 @@ class Trainer:
             )
         else:
             self._without_undescribed(parts)
-        batch = Batch(parts, gathered, self._shape, self._schemas, self._book, self.version)
+        batch = Batch(parts, gathered, self._shape, self._schemas, self._book, self._learned.version)
         if self._joined and not self._join(batch):
             return self._batch(parts, oldest)  # without those whose parts cannot be read
         self._book.batches += batch.slots.size > 0
@@ -351,11 +366,6 @@ class Trainer:
             log.warning("a payload of ring %s was discarded: %s%s", part.ring[:8], why, more)
         self._book.failed += 1
         part.drop(at, why, True, self._name)
-
-    def _oldest(self, max_age: int) -> int:
-        if self.version is None:
-            raise UsageError("max_age counts from the version in training: set trainer.version before you take")
-        return self.version - max_age
 
     def batches(self, n: int, *, fill_s: float = _FILL_S, stopping: Callable[[], object] = lambda: False) -> Batches:
         """Iterate over batches of ``n`` payloads until the data has ended (`finished`); also by ``async for``.
@@ -440,8 +450,7 @@ class Trainer:
             raise UsageError("steps are of payloads for a numbered rank, without joined=True")
         if self._shape.out is not None:
             raise UsageError("out= is memory of one batch, and micro-batches are several: leave it out for steps")
-        if self._steps is not None:
-            self._steps.close()
+        _close_underway(self._underway)
         mesh, lease_s = self._mesh or Mesh(), self._settings.claim_lease_s
         if self._step_records is None:
             self._step_records = StepRecords(self._store_of_steps(), mesh.name, mesh.rank, mesh.ranks, lease_s)
@@ -453,39 +462,30 @@ class Trainer:
             terms,
             shape=(mesh.dp, mesh.tp),
             rank=self._rank,
-            oldest=lambda: None if self._max_age is None else self._oldest(self._max_age),
-            fits=self._check_fit,
+            oldest=partial(_oldest, self._learned, self._max_age),
+            fits=partial(_check_fit, self._schema, self._schemas),
             ended=self._holds.all_written,
-            crowded=lambda: self._holds.crowded(_CROWDED),
+            crowded=partial(self._holds.crowded, _CROWDED),
             lead=LeadSaid(self.rings, self._rank),
             learned=self._learned,
             counts=self._counts,
         )
         self._holds.incomplete = planner.waiting
         self._holds.says_why(self._client)
-        self._steps = Steps(
-            self._thread,
+        reader = StepReader(
             self._client,
             records,
-            planner,
-            mesh=mesh,
-            rank=self._rank,
+            mesh,
+            self._rank,
             schema=self._schema,
             schemas=self._schemas,
             shape=self._shape,
             settings=self._settings,
-            version=lambda: self.version,
-            learned=self._learned,
-            counts=self._counts,
-            ahead=ahead,
         )
+        underway = Underway(self._thread, reader, planner, self._learned, self._settings.batch_deadline_s)
+        self._underway.append(underway)
+        self._steps = Steps(self, underway, records, mesh, self._learned, self._counts, ahead=ahead)
         return self._steps
-
-    def _check_fit(self, ticket: Ticket) -> None:
-        """Raise SchemaError for a payload that this trainer cannot lay out."""
-        if self._schema is not None and ticket.schema_fingerprint != self._schema.fingerprint:
-            raise SchemaError(f"its schema is not {self._schema.fingerprint}, which this trainer wants")
-        ticket.layout(ticket.schema or self._schemas.get(ticket.schema_fingerprint))
 
     def consume(self) -> None:
         """Consume every step that was accepted: the checkpoint that has them is stored."""
@@ -546,16 +546,11 @@ class Trainer:
             self._closed = True
             self._end()
 
-    def _close_steps(self) -> None:
-        if self._steps is not None:
-            self._steps.close()
-        self._learned.closed = True
-
     def _end(self) -> None:
         """End everything that the trainer began; what has ended stays so."""
-        with hurry.while_ending(), ExitStack() as stack:
-            for end in self._ends:
-                stack.callback(end)
+        _end_all(self._ends)
+        if hasattr(self, "_dropped"):
+            self._dropped.detach()
 
     def __enter__(self) -> Self:
         return self
@@ -730,6 +725,63 @@ def _consume_markers(part: Claimed, empty: Sequence[int]) -> None:
         with suppress(TicketError):  # an unreadable ticket is said where its payload is left out
             if Ticket.decode(part.note(at)).ends_group is not None:
                 consume_one(part, at)
+
+
+def _oldest(learned: Learned, max_age: int | None) -> int | None:
+    """Return the version below which payloads are too old; None: none is."""
+    if max_age is None:
+        return None
+    if learned.version is None:
+        raise UsageError("max_age counts from the version in training: set trainer.version before you take")
+    return learned.version - max_age
+
+
+def _check_fit(schema: Schema | None, schemas: Mapping[str, Schema], ticket: Ticket) -> None:
+    """Raise SchemaError for a payload that a trainer of these schemas cannot lay out."""
+    if schema is not None and ticket.schema_fingerprint != schema.fingerprint:
+        raise SchemaError(f"its schema is not {schema.fingerprint}, which this trainer wants")
+    ticket.layout(ticket.schema or schemas.get(ticket.schema_fingerprint))
+
+
+def _statistics_of(trainer: weakref.ref[Trainer]) -> Callable[[], TrainerStatistics]:
+    def statistics() -> TrainerStatistics:
+        if (found := trainer()) is None:
+            raise ClosedError("this trainer was dropped")
+        return found.statistics()
+
+    return statistics
+
+
+# What follows does not refer to the trainer, which may be dropped.
+def _close_underway(underway: list[Underway]) -> None:
+    while underway:
+        underway[-1].close()
+        underway.pop()
+
+
+def _close_steps(underway: list[Underway], learned: Learned) -> None:
+    _close_underway(underway)
+    learned.closed = True
+
+
+def _end_all(ends: Sequence[Callable[[], object]]) -> None:
+    """End everything that a trainer began, the last one first; what has ended stays so."""
+    with hurry.while_ending(), ExitStack() as stack:
+        for end in ends:
+            stack.callback(end)
+
+
+def _end_dropped(process: int, thread: LoopThread, ends: Sequence[Callable[[], object]]) -> None:
+    """End a trainer that nobody refers to any more, in a thread of its own: any thread may drop it, also the loop."""
+
+    def end() -> None:
+        try:
+            _end_all(ends)
+        except TransportError as error:
+            log.warning("the end of a trainer that was dropped failed: %s", error_text(error))
+
+    if not gone(process):
+        thread.soon(threads.start, threading.Thread(target=end, name="transport dropped trainer", daemon=True))
 
 
 async def _live(rings: FoundRings) -> None:
