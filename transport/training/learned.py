@@ -31,6 +31,7 @@ class Learned:
             start of the job has consumed count as learned.
 
     Attributes:
+        trusts: whether they do.
         record: of what is consumed; what is learned is added.
         mesh: id of the mesh's records; "": they end with the trainer.
         accepted: steps that are not consumed yet, by number.
@@ -42,16 +43,22 @@ class Learned:
     """
 
     def __init__(self, given: ConsumedRecord | None, record: ConsumedRecord) -> None:
-        self._trusts = given is None
+        self.trusts = given is None
         self._lock = _thread.allocate_lock()  # of the record: a planner copies it
         self.record = record
         self.mesh = ""
+        self._begun_with = -1
         self.accepted: dict[int, LearnedStep] = {}
         self.voted: set[int] = set()
         self.given_out: set[int] = set()
         self.samples = 0
         self.version: int | None = None
         self.closed = False
+
+    def of(self, mesh: str) -> None:
+        """Note of which mesh the steps are, before the first of them."""
+        self.mesh = mesh
+        self._begun_with = self.record.steps.get(mesh, -1)
 
     def has(self, number: int) -> bool:
         """Tell whether a step is accepted or consumed by this rank; any thread."""
@@ -64,7 +71,7 @@ class Learned:
 
     def is_of_model(self, number: int) -> bool:
         """Tell whether the model has a consumed step; any thread. Not that of a start which was ahead of its record."""
-        return self._trusts or number <= self.last or self.has(number) or number in self.given_out
+        return self.trusts or number <= self._begun_with or self.has(number) or number in self.given_out
 
     def check_order(self, number: int, call: str) -> None:
         """UsageError where an earlier step is neither accepted nor consumed: a record has all steps up to one."""

@@ -141,6 +141,7 @@ class Planner:
         self._said = LogLimit()
         self._stale_said = LogLimit(float("inf"))
         self._surplus_said = LogLimit(SAY_AGAIN_S)
+        self._restored_said = LogLimit(SAY_AGAIN_S)
         self._ageless_said = LogLimit(SAY_AGAIN_S)
 
     def __repr__(self) -> str:
@@ -370,6 +371,8 @@ class Planner:
             end, group = ticket.ends_group, ticket.group
             name = end.name if end is not None else group.name if group is not None else ""
             if delivery in self._spent or self._learned.contains(*ticket.origin, sample.rank):
+                if ticket.origin != delivery and self._model.trusts:
+                    self._say_restored(ticket)
                 self._holding.consume([delivery])
             elif not self._assembly.waits_for(name) and name in self._learned.groups:
                 self._leave_out(delivery, name, is_sample=end is None)
@@ -378,6 +381,14 @@ class Planner:
         except TransportError as error:
             log.warning("a payload of ring %s was discarded: %s", delivery[0][:8], error_text(error))
             self._holding.discard([delivery], error_text(error))
+
+    def _say_restored(self, ticket: Ticket) -> None:
+        if self._restored_said.due() is not None:
+            log.warning(
+                "payload %s was restored, and is left out: the records of the steps have it as learned, and this job "
+                "was begun without the record of a checkpoint. Give Trainer(record=), or the mesh another store",
+                ticket.name,
+            )
 
     def _add(self, sample: HeldSample, ticket: Ticket, now: float) -> bool:
         """Add it to its group. False: it waits for what becomes of that."""

@@ -454,7 +454,7 @@ class Trainer:
         mesh, lease_s = self._mesh or Mesh(), self._settings.claim_lease_s
         if self._step_records is None:
             self._step_records = StepRecords(self._store_of_steps(), mesh.name, mesh.rank, mesh.ranks, lease_s)
-            self._learned.mesh = self._step_records.id if self._mesh is not None else ""
+            self._learned.of(self._step_records.id if self._mesh is not None else "")
         records = self._step_records
         planner = Planner(
             Holding(self._holds, self._rank, self._name),
