@@ -50,8 +50,7 @@ class Worker(UCXXRolloutMixin):
                 name=part.ring,
                 rings=self.queue,
                 ring=RingOptions(slot_bytes=payloads.LARGEST),
-                server=ServerOptions(ports=part.ports, addresses=(part.address,)),
-                settings=part.settings,
+                server=ServerOptions(ports=part.ports, addresses=(part.address,), settings=part.settings),
             )
 
         patiently(made, _complain)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from transport import ClientOptions, Rollout, Schema, Settings, Trainer, UpTo
+from transport import ClientOptions, Rollout, Schema, ServerOptions, Settings, Trainer, UpTo
 from transport.errors import RingFullError
 
 ROLLOUTS = 2
@@ -25,7 +25,7 @@ SETTINGS = Settings(linger_s=20.0)  # how long the listeners of a killed rollout
 def rollout(rings: str, name: str, stop: threading.Event, trained: Path) -> None:
     if trained.exists():  # in an earlier round
         return
-    with Rollout(SCHEMA, rings, slots=8, name=name, settings=SETTINGS, drain_s=0) as worker:
+    with Rollout(SCHEMA, rings, slots=8, name=name, server=ServerOptions(settings=SETTINGS), drain_s=0) as worker:
         number = 0
         while worker.ring_statistics().consumes < EPISODES // ROLLOUTS and not stop.is_set():  # its predecessor's count
             with contextlib.suppress(RingFullError):

@@ -54,8 +54,7 @@ def test_independent_ranks_each_consume_every_payload_once(wire: str, monkeypatc
                 readers=2,
                 mode="thread",
                 ring=RingOptions(slot_bytes=4096),
-                server=ServerOptions(addresses=("127.0.0.1",)),
-                settings=DEFAULTS,
+                server=ServerOptions(addresses=("127.0.0.1",), settings=DEFAULTS),
             )
             for step in range(40):
                 worker.write_to_buffer({"step": np.int64(step)}, timeout_s=LONG_S)

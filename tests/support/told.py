@@ -303,8 +303,7 @@ class ToldWriter:
             name=name or None,
             ring=RingOptions(file=file or None),
             rings=rings_of(url),
-            server=ServerOptions(addresses=(address,), directory=directory, ports=(port,)),
-            settings=chosen(),
+            server=ServerOptions(addresses=(address,), directory=directory, ports=(port,), settings=chosen()),
         )
 
     def write(self, first: int, count: int) -> None:

@@ -22,7 +22,17 @@ from typing import Any, Final
 import gymnasium
 import numpy as np
 
-from transport import BlockingClient, ClientOptions, Rollout, Schema, Settings, Trainer, UpTo, open_rings
+from transport import (
+    BlockingClient,
+    ClientOptions,
+    Rollout,
+    Schema,
+    ServerOptions,
+    Settings,
+    Trainer,
+    UpTo,
+    open_rings,
+)
 from transport.errors import RingFullError, RunError
 from transport.runtime.signals import until_stopped
 from transport.weights import Offers, ReferenceWorker, Taker
@@ -38,6 +48,7 @@ EPISODE: Final = Schema.of(
 POLICY: Final = Schema.of(weights=("float32", 4), bias=("float32", 1))
 # What a process that died has left is read at once or never, so that its listeners need not linger.
 SETTINGS: Final = Settings(linger_s=2.0, port_quarantine_s=0.5, port_quarantine_most_s=1.0)
+SERVER: Final = ServerOptions(settings=SETTINGS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +154,7 @@ def rollout(rings: str, number: int, options: Options) -> None:
     with (
         until_stopped() as stopped,
         open_rings(rings) as run,
-        Rollout(EPISODE, run, slots=slots, readers=options.readers, settings=SETTINGS, drain_s=20) as to,
+        Rollout(EPISODE, run, slots=slots, readers=options.readers, server=SERVER, drain_s=20) as to,
         BlockingClient(schemas=[POLICY], wire=options.wire, settings=SETTINGS) as client,
     ):
         for _ in range(number, options.episodes, options.rollouts):

@@ -40,13 +40,14 @@ class RingOptions(msgspec.Struct, frozen=True, kw_only=True):
 class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Of the server of a rollout worker; see `UCXXServer`.
 
-    What is None of addresses, wires and secret is what the operator configured.
+    What is None of settings, addresses, wires and secret is what the operator configured.
 
     Attributes:
         ports: one listener each; 0 is any free port.
         addresses: where trainers reach this host.
         wires: what readers may use.
         secret: that a reader has to prove.
+        settings: of the server, and of writes that wait.
         linger_s: how long listeners outlive a killed worker; None: as the settings say.
         directory: where the server is published for as long as the worker lives.
     """
@@ -55,6 +56,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     addresses: Sequence[str] | None = None
     wires: frozenset[Wire] | None = None
     secret: bytes | None = None
+    settings: Settings | None = None
     linger_s: float | None = None
     directory: Directory | None = None
 

@@ -40,7 +40,6 @@ from transport.runtime import arguments, hurry, spans
 from transport.runtime.arguments import at_least, seconds
 from transport.schema import Schema
 from transport.server.server import UCXXServer
-from transport.settings import Settings
 from transport.store.directory import Announcement
 from transport.ticket import Ticket
 
@@ -86,7 +85,6 @@ class UCXXRolloutMixin(WithBlock):
         mode: Literal["process", "thread"] = "process",
         ring: RingOptions = _RING,
         server: ServerOptions = _SERVER,
-        settings: Settings | None = None,
     ) -> SharedRingBuffer:
         """Create the ring and serve it. Called again, it cleans up first.
 
@@ -103,8 +101,8 @@ class UCXXRolloutMixin(WithBlock):
                 it is too old. Of a run with a directory, or of this host; None: no limit.
             mode: of the server, see `UCXXServer`.
             ring, server: further choices, for example ``server=ServerOptions(ports=(7001, 7002))``.
-            settings: the default of this and of the server's addresses, wires and secret is the operator's
-                configuration (config.py), which may also turn on metrics.
+                What these leave out of settings, addresses, wires and secret is the operator's configuration
+                (config.py), which may also turn on metrics.
 
         Raises:
             ConfigurationError: the operator's configuration is wrong.
@@ -117,7 +115,7 @@ class UCXXRolloutMixin(WithBlock):
         self.cleanup_ucxx()
         self._ucxx_ends = True
         operator = configuration()
-        settings = operator.settings if settings is None else settings
+        settings = operator.settings if server.settings is None else server.settings
         if server.linger_s is not None:
             settings = msgspec.structs.replace(settings, linger_s=server.linger_s)
         if rings is None and ahead is not None:
@@ -461,7 +459,6 @@ class Rollout(UCXXRolloutMixin):
         mode: Literal["process", "thread"] = "process",
         ring: RingOptions = _RING,
         server: ServerOptions = _SERVER,
-        settings: Settings | None = None,
         drain_s: float | None = None,
     ) -> None:
         seconds(drain_s, "drain_s")
@@ -478,7 +475,6 @@ class Rollout(UCXXRolloutMixin):
             mode=mode,
             ring=ring,
             server=server,
-            settings=settings,
         )
 
     def write(

@@ -134,8 +134,7 @@ class Offers:
             name=name or _name_of(queue, topic),
             rings=given_rings(),  # no trainer is to find the ring
             ring=RingOptions(overflow="overwrite"),
-            server=server,
-            settings=msgspec.structs.replace(settings, ack_timeout_s=kept_s),
+            server=msgspec.structs.replace(server, settings=msgspec.structs.replace(settings, ack_timeout_s=kept_s)),
         )
 
     def publish(self, weights: Mapping[str, Any], version: int) -> None:
