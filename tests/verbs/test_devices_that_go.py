@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from helpers import Child, noise
-from second_guest import HERE, HERE_TOO, THERE, THERE_TOO, Removal, SecondGuest, after_packets, link_down
+from second_guest import HERE, HERE_TOO, LINK, THERE, THERE_TOO, Removal, SecondGuest, after_packets, link_down
 
 from transport.rdma import ports
 
@@ -85,12 +85,14 @@ class Two(NamedTuple):
 
 
 @contextlib.contextmanager
-def two(there: SecondGuest, reader_there: bool, wires: str, addresses: str = "") -> Iterator[Two]:
+def two(
+    there: SecondGuest, reader_there: bool, wires: str, addresses: str = "", env: dict[str, str] = APART
+) -> Iterator[Two]:
     """Both of them; ``addresses`` of the listener, by default that of the link."""
     addresses = addresses or (HERE if reader_there else THERE)
     with (
-        Child(SERVER, addresses, host=None if reader_there else there, env=APART) as server,
-        Child(READER, wires, host=there if reader_there else None, env=APART) as reader,
+        Child(SERVER, addresses, host=None if reader_there else there, env=env) as server,
+        Child(READER, wires, host=there if reader_there else None, env=env) as reader,
     ):
         assert reader.line() == "up"
         try:
@@ -130,14 +132,16 @@ def test_a_link_that_goes_down_under_a_read_ends_it_with_a_reason(
 
 @pytest.fixture
 def second_devices(there: SecondGuest) -> Iterator[None]:
-    """Each host has a second device, on the other network."""
+    """Each host has a second device, on the other network; neither network leads to the other one."""
 
     def on_both(command: str) -> None:
         for words in (command.split(), there.command(*command.split())):
             subprocess.run(words, check=True)
 
     on_both("rdma link add rxe1 type rxe netdev eth1")
+    on_both("ip route del default")
     yield
+    on_both(f"ip route replace default dev {LINK}")
     on_both("rdma link delete rxe1")
 
 
@@ -161,3 +165,17 @@ def test_reads_go_on_by_the_other_device_when_one_loses_its_link(there: SecondGu
                 outcome = both.read(large)
             assert outcome == f"rdma {zlib.crc32(LARGE)}"
             assert both.small() == f"rdma {zlib.crc32(SMALL)}"
+
+
+@pytest.mark.usefixtures("second_devices")
+def test_where_one_side_alone_sees_a_way_by_rdma_payloads_go_over_tcp(there: SecondGuest) -> None:
+    """As two hosts may whose routes differ; here since devices are taken for one, see APART."""
+    env = {"UCX_NET_DEVICES": "eth1,rxe0:1,rxe1:1"}  # the guests have one and the same address towards their host
+    with link_down():
+        with two(there, False, "tcp,rdma", THERE_TOO, env=env) as both:
+            both.server.line()
+            assert both.small() == f"tcp {zlib.crc32(SMALL)}"
+        with two(there, False, "rdma", THERE_TOO, env=env) as both:
+            kind, _, reason = both.read(both.server.line()).partition(" ")
+            assert kind == "WireNotAllowedError"
+            assert THERE_TOO in reason

@@ -174,6 +174,10 @@ def transports_here(settings: Mapping[str, str]) -> list[tuple[str, str]]:
 
 
 # --- errors -------------------------------------------------------------------------------------
+class NoCommonTransportError(UnreachableError):
+    """UCX finds no transport by which both sides reach each other."""
+
+
 @cache
 def _error_classes() -> tuple[tuple[type[BaseException], type[TransportError]], ...]:
     """UCXX's exceptions of making a context or worker, with our classes; the most specific first."""
@@ -191,7 +195,7 @@ def _error_of_status() -> dict[int, type[TransportError]]:
     return {
         native.ERR_BUSY: BusyPortError,
         native.ERR_NO_DEVICE: WireNotAllowedError,
-        native.ERR_UNREACHABLE: UnreachableError,
+        native.ERR_UNREACHABLE: NoCommonTransportError,
         native.ERR_NOT_CONNECTED: UnreachableError,
         native.ERR_INVALID_PARAM: UsageError,
         native.ERR_INVALID_ADDR: UsageError,

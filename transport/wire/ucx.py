@@ -32,7 +32,7 @@ from transport.wire.addresses import host_port, is_ipv6
 from transport.wire.interfaces import Network
 from transport.wire.joining import MAPPED, ConnectionSetup, address_of, maps_memory, of_this_host
 from transport.wire.library import engine, failure, library, translated
-from transport.wires import Wire
+from transport.wires import Wire, admits_rdma
 
 if TYPE_CHECKING:
     from transport import _ucp
@@ -144,6 +144,7 @@ class Worker:
         # UCXX's own test returns True for every context, because it uses the number of the memory type as a bit mask.
         self.device_memory: bool = native.knows_cuda_memory(context.handle)  # else UCX would crash in it
         self.maps_memory = maps_memory(settings)
+        self.admits_rdma = admits_rdma(settings)
         families = settings.get("TCP_AF_PRIO", os.environ.get("UCX_TCP_AF_PRIO", ""))
         self._prefers_ipv6 = families.startswith("inet6")
         self._joining: list[ConnectionSetup] = []

@@ -39,7 +39,7 @@ from transport.wire.authentication import checked_secret
 from transport.wire.frames import Kind, Record
 from transport.wire.interfaces import Network
 from transport.wire.joining import address_of, of_this_host
-from transport.wire.library import settings_here
+from transport.wire.library import NoCommonTransportError, settings_here
 from transport.wire.probing import probe
 from transport.wire.ucx import Worker
 from transport.wires import Wire, user_settings
@@ -75,8 +75,9 @@ class Links:
         self._wires = wires
         self._secret = checked_secret(secret)
         self._for_device_memory = device_memory
-        self._workers: dict[tuple[bool, bool], Worker] = {}  # by whether shared memory may be used, and IPv6
+        self._workers: dict[tuple[bool, bool, bool], Worker] = {}  # by whether shared memory, IPv6, RDMA may be used
         self._refused = ""  # why rdma is used no more
+        self._one_way: set[str] = set()  # addresses whose host and this one do not both reach each other by RDMA
         self._retired: set[Worker] = set()  # each until its last connection has ended
         self._pool: EndpointPool[Link] = EndpointPool(settings)
         self._turns: dict[PortKey, Turns] = {}  # of those that wait for a link of a port
@@ -188,27 +189,27 @@ class Links:
         Which has to be known before connecting. UCX crashes where the memory cannot be attached. And where only the
         network namespace is another one it maps the memory, but who waits is not woken: that goes through a socket.
         """
-        ipv6 = is_ipv6(address)
         if self._wires is not None and "shm" not in self._wires:
-            return self.worker(ipv6=ipv6)
+            return self.worker(address=address)
         route = self.routes.find(ring)
         known = route is not None and (route.segment is None or shares_memory(route.segment))
         if known and of_this_host(address):
-            return self.worker(ipv6=ipv6)
+            return self.worker(address=address)
         try:
-            return self.worker(shared_memory=False, ipv6=ipv6)
+            return self.worker(shared_memory=False, address=address)
         except WireNotAllowedError:
             if route is not None and route.segment is not None:
                 found_here(route.segment)  # a ring that has gone says nothing about the wires
             raise
 
-    def worker(self, *, shared_memory: bool = True, ipv6: bool = False) -> Worker:
+    def worker(self, *, shared_memory: bool = True, address: str = "") -> Worker:
         """The worker for such connections. The first time UCX is loaded, which takes a tenth of a second."""
-        if (worker := self._workers.get((shared_memory, ipv6))) is None:
-            worker = Worker(
-                settings_here(self._allowed(), shared_memory=shared_memory, refused=self._refused, ipv6=ipv6)
-            )
-            self._workers[shared_memory, ipv6] = worker
+        ipv6, one_way = is_ipv6(address), address in self._one_way
+        if (worker := self._workers.get((shared_memory, ipv6, not one_way))) is None:
+            refused = f"{address} and this host do not both reach each other by it, see UCX_NET_DEVICES"
+            refused = self._refused or (refused if one_way else "")
+            worker = Worker(settings_here(self._allowed(), shared_memory=shared_memory, refused=refused, ipv6=ipv6))
+            self._workers[shared_memory, ipv6, not one_way] = worker
             # every receive stands before it is asked for: what else comes is no answer, and would stay in UCX
             worker.engine.drop_unexpected()
         return worker
@@ -289,13 +290,14 @@ class Links:
             )
 
     async def _connected(self, port: PortKey, ring: str, base: int, near: bool) -> Link:
-        """Connect and shake hands; again, where the worker was replaced meanwhile, which is not the port's fault."""
+        """Connect and shake hands; again, where the worker was replaced meanwhile, or is not for this address: these
+        are not the port's fault."""
         settings = self._settings
         while True:
             self._look_at_network()
             address = await address_of(port[0])
             # raises where no wire leads there
-            worker = self.worker(ipv6=is_ipv6(address)) if near else self._worker_for(ring, address)
+            worker = self.worker(address=address) if near else self._worker_for(ring, address)
             with promised(OF_A_CONNECTION, f"a connection to {host_port(*port)}"):
                 began = time.monotonic()
                 await probe(address, port[1], settings.connect_timeout_s)
@@ -304,6 +306,10 @@ class Links:
                     return await Link.open(
                         worker, *port, ring=ring, tag_base=base, secret=self._secret, settings=settings, limit_s=left_s
                     )
+                except NoCommonTransportError:
+                    if not worker.admits_rdma or self._closed:
+                        raise
+                    self._one_way.add(address)
                 except (LinkError, ClosedError):
                     if worker in self._workers.values() or self._closed:
                         raise
@@ -362,6 +368,7 @@ class Links:
                 if changed := network.changed_since(worker.network):
                     log.info("%s; new connections are made by another worker", changed)
                     self._forget(worker)
+                    self._one_way.clear()
                     worker.retired = True
                     self._retired.add(worker)
         for worker in [each for each in self._retired if not each.endpoints]:
