@@ -25,12 +25,18 @@ FEW = ("--sizes", "256KiB", "--concurrency", "1", "--seconds", "0.1", "--repetit
 SERVE = "import sys; from transport.cli import run; sys.exit(run(['bench', 'serve', '--port', '0', *sys.argv[1:]]))"
 
 
-def transport(*words: str, variables: Mapping[str, str] | None = None) -> str:
-    """Run a command, which must succeed; its output."""
-    command = [sys.executable, "-m", "transport", *words]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **(variables or {})})
+def python(*words: str, variables: Mapping[str, str] | None = None) -> str:
+    """Run a program, which must succeed; its output."""
+    done = subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, env={**os.environ, **(variables or {})}
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def transport(*words: str, variables: Mapping[str, str] | None = None) -> str:
+    """Run a command, which must succeed; its output."""
+    return python("-m", "transport", *words, variables=variables)
 
 
 def rows(report: str) -> list[dict[str, Any]]:
@@ -65,17 +71,16 @@ def test_bench_fetch(there: SecondGuest) -> None:
     assert {(row["wire"], row["verified"]) for row in found} == {("rdma", True)}
 
 
-def test_bench_job(there: SecondGuest) -> None:
+def test_the_jobs_benchmark(there: SecondGuest) -> None:
     begun = packets()
-    transport("bench", "job", "--wire", "rdma", "--queue", "rings", "--sizes", "64KiB", "--seconds", "0.1")
+    python("benchmarks/job", "--wire", "rdma", "--sizes", "64KiB", "--seconds", "0.1", "--repetitions", "1")
     assert packets() > begun
 
 
 @pytest.mark.parametrize("size", [65536, MIB])
 def test_bytes_of_a_payload_come_by_reads_of_the_device(there: SecondGuest, size: int) -> None:
     """A packet for each 4 KiB, and no more messages than what asks for a payload and answers takes."""
-    command = [sys.executable, "benchmarks/rdma.py", "--sizes", f"{size}", "--seconds", "0.1", "--wires", "rdma"]
-    shown = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    shown = python("benchmarks/rdma.py", "--sizes", f"{size}", "--seconds", "0.1", "--wires", "rdma")
     figures = re.findall(r"^(?:read|take) rdma .* packets ([\d.]+), messages ([\d.]+)", shown, re.MULTILINE)
     assert len(figures) == 3, shown
     for packets_each, messages in figures:
