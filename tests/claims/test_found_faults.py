@@ -179,17 +179,19 @@ def test_a_port_that_has_another_ring_by_now_is_followed_only_where_it_is_the_ad
         SharedRingBuffer.create(slots=4, slot_bytes=64) as ring,
         SharedRingBuffer.create(slots=4, slot_bytes=64) as stranger,
         SharedRingBuffer.create(slots=4, slot_bytes=64) as successor,
-        socket.socket() as kept,  # nobody else gets the address meanwhile
+        socket.socket() as kept,  # nobody else gets the ports meanwhile
+        socket.socket() as kept_too,
         contextlib.ExitStack() as stack,
     ):
-        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        for each in (ring, stranger, successor):
-            each.write_raw(b"one")
+        for each in (kept, kept_too):
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        for made in (ring, stranger, successor):
+            made.write_raw(b"one")
         with UCXXServer(ring, ports=(0, 0)):
             address, other = ring.native.ports()
             queue = stack.enter_context(open_rings(f"rings://127.0.0.1:{address}"))
             assert consume(some(queue, 1)) == [True]
-        eventually(lambda: bound(kept, address), "the address is free")
+        eventually(lambda: bound(kept, address) and bound(kept_too, other), "the ports are free")
         with UCXXServer(stranger, ports=(other,)):
             reached = queue._network.reached
             eventually(

@@ -50,6 +50,22 @@ def test_a_wrong_secret_is_the_callers_error(prefix: str, monkeypatch: pytest.Mo
             take(queue, 1, 2.0 * PATIENCE)
 
 
+def test_what_came_for_a_trainer_that_asks_for_nothing_any_more_goes_to_another_one(
+    prefix: str, ring: SharedRingBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(2):
+        ring.write_raw(bytes([number]))
+    monkeypatch.setenv("TRANSPORT_WIRES", ",".join(NETWORK))
+    with FoundRings(OnThisHost(prefix)) as other:
+        monkeypatch.setenv("TRANSPORT_CLAIM_LEASE_S", "0.5")
+        with FoundRings(OnThisHost(prefix)) as idle:
+            held = some(idle, 1)  # the other payload came with it
+            eventually(lambda: ring.statistics().reading == 2)
+            came = some(other, 1)
+            assert consume(came) == [True]
+            assert consume(held) == [True]
+
+
 # --- what nothing refers to any more ----------------------------------------------------------------------
 def test_a_part_that_is_dropped_goes_back_and_others_of_the_same_answer_stay(
     ring: SharedRingBuffer, queue: FoundRings

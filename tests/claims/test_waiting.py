@@ -15,7 +15,7 @@ from helpers import NETWORK, NETWORK_WIRE, Child, dead_port, eventually
 
 from transport import FoundRings, Schema, SharedRingBuffer, Trainer, UCXXServer, UpTo, _ring, open_rings
 from transport.claims import places, waiting
-from transport.claims.waiting import Known, NoPayloadReason, Why, reason
+from transport.claims.waiting import Holder, Known, NoPayloadReason, Why, reason
 from transport.cli import run
 from transport.client.status_socket import clients
 from transport.observe import overview
@@ -47,6 +47,17 @@ def said(caplog: pytest.LogCaptureFixture) -> Iterator[Any]:
     """The lines that claims have logged about a reason."""
     with caplog.at_level(logging.WARNING, "transport.claims.rings"):
         yield lambda: [each.getMessage() for each in caplog.records if each.name == "transport.claims.rings"]
+
+
+@pytest.mark.parametrize(
+    ("silent_s", "left_s", "suspended", "stopped"),
+    [(29.0, 31.0, False, False), (31.0, 29.0, False, True), (1e6, None, False, False), (0.0, None, True, True)],
+)
+def test_a_holder_that_is_silent_for_half_of_its_lease_counts_as_stopped(
+    silent_s: float, left_s: float | None, suspended: bool, stopped: bool
+) -> None:
+    holder = Holder(ring="r", pid=1, port=0, payloads=1, silent_s=silent_s, left_s=left_s, suspended=suspended)
+    assert holder.stopped is stopped
 
 
 def reason_of(queue: FoundRings, why: Why) -> NoPayloadReason:

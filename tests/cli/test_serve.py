@@ -18,6 +18,7 @@ import pytest
 
 from transport import BlockingClient, Schema, SharedRingBuffer, _ring
 from transport.cli import run
+from transport.errors import AuthenticationError
 from transport.runtime.signals import until_stopped
 
 PATIENCE_S = 60.0
@@ -68,6 +69,21 @@ def test_other_processes_write_and_read(tmp_path: Path) -> None:
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE_S) == 0
         assert said["segment"] not in _ring.segments()
+
+
+@pytest.mark.ucx
+def test_only_those_with_the_operators_secret_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"of the run")
+    secret.chmod(0o600)
+    monkeypatch.setenv("TRANSPORT_SECRET_FILE", str(secret))
+    with served("--slot-bytes", "64", folder=tmp_path) as (_, said):
+        with SharedRingBuffer.attach(str(said["segment"]), role="writer") as ring:
+            ticket = ring.write_raw(b"for friends")
+        with BlockingClient(wire={"tcp"}, secret=b"another") as stranger, pytest.raises(AuthenticationError):
+            stranger.read(ticket)
+        with BlockingClient(wire={"tcp"}, secret=b"of the run") as friend:
+            assert bytes(friend.read(ticket).data) == b"for friends"
 
 
 @pytest.mark.ucx

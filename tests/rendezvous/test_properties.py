@@ -88,7 +88,7 @@ class RunOfMembers(RuleBasedStateMachine):
             try:
                 member.session.close(reason)
             except TransportError as error:
-                assert isinstance(error, StaleRoundError | RunLostError) or error.retryable or member.session.error
+                assert isinstance(error, StaleRoundError | RunLostError) or error.retryable or member.session.view.error
 
         member.do(close)
 

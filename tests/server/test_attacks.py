@@ -31,6 +31,7 @@ from supervised import read_all
 from transport import BlockingClient, Schema, SharedRingBuffer, Trainer, UCXXClient, UCXXServer
 from transport.errors import ConfigurationError
 from transport.settings import Settings
+from transport.wire.addresses import advertised
 
 pytestmark = pytest.mark.ucx
 
@@ -166,6 +167,12 @@ async def test_handshakes_of_one_host_do_not_take_every_place() -> None:
         with Attack("clients", port, 200) as attack:
             assert int(attack.line()) == 200
             await until(lambda: descriptors(pid) < 150, "the others were turned away")
+            if (elsewhere := advertised()[0]) != LOOPBACK:  # who comes from there is of another host, to a listener
+                ticket = ring.write_raw(noise(20_000, 1))
+                ticket = msgspec.structs.replace(ticket, host="another", addresses=(elsewhere,), ports=(port,))
+                async with UCXXClient(wire={"tcp"}, settings=QUICK, secret=SECRET) as client:
+                    payload = await client.read(ticket)
+                    assert bytes(payload.data) == noise(20_000, 1).tobytes()
             attack.tell()
             attack.tell()
         assert listener_pids(ring)[port] == pid

@@ -192,6 +192,15 @@ def test_a_successor_killed_while_the_old_supervisor_ends_takes_no_payload_with_
     eventually(lambda: writer.gone(name))
 
 
+def test_a_listener_that_does_not_hear_that_its_writer_was_killed_is_killed_and_the_ring_goes(name: str) -> None:
+    writer = Writer(name, 0, msgspec.structs.replace(QUICK, watchdog_s=60.0), ports=1)  # it is not taken for stopped
+    (listener,) = writer.listeners.values()
+    with writer.child as child, frozen(listener):
+        child.kill()
+        eventually(lambda: not is_running(listener))
+    eventually(lambda: writer.gone(name))
+
+
 @asynchronous
 async def test_a_listener_that_ends_removes_no_ring_that_another_writer_took_over_meanwhile(name: str) -> None:
     first = SharedRingBuffer.create(slots=2, slot_bytes=100, name=name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import secrets
 import subprocess
@@ -333,6 +334,38 @@ def test_training_goes_on_while_a_slow_destination_takes_a_snapshot(
     with SharedRingBuffer.create(SCHEMA, slots=8, prefix=prefix) as second:
         restore(str(place), 1, second)
         assert content(second) == list(range(8))
+
+
+class InTheMiddle(Held):
+    """A destination that has one payload, and is at the second, when it asks."""
+
+    def write(self, path: str, size: int, pieces: Iterable[bytes]) -> dict[str, str]:
+        if not path.endswith(".payloads"):
+            return Folder.write(self, path, size, pieces)
+        taken = iter(pieces)
+        begun = [next(taken), next(taken)]
+        return super().write(path, size, itertools.chain(begun, taken))
+
+
+def test_each_slot_is_free_as_soon_as_the_snapshot_has_its_payload(
+    prefix: str, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    destination = InTheMiddle(place)
+    monkeypatch.setattr(taking, "open_destination", lambda url: destination)
+    monkeypatch.setattr(taking, "PIECE", 10)
+    with SharedRingBuffer.create(slots=3, slot_bytes=10, prefix=prefix) as ring, given_rings(ring) as queue:
+        for _ in range(3):
+            ring.write_raw(bytes(10))
+        taken = snapshot(queue, str(place), 1)
+        try:
+            assert destination.asked.wait(60)
+            assert consumed(ring, 3) == 3
+            ring.write_raw(b"new", timeout_s=0)
+            with pytest.raises(RingFullError):
+                ring.write_raw(b"another", timeout_s=0)
+        finally:
+            destination.let.set()
+        assert taken.wait(60).payloads == 3
 
 
 def test_a_ring_that_as_many_trainers_map_as_may_is_in_the_snapshot(ring: SharedRingBuffer, place: Path) -> None:

@@ -26,6 +26,14 @@ def _ask(request: int, thread: int) -> None:
         raise OSError(error, os.strerror(error))
 
 
+def _let_go(thread: int) -> None:
+    try:
+        _ask(_DETACH, thread)
+    except ProcessLookupError:  # it was killed: its parent hears it when its tracer has waited for it
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(thread, _EVERY_THREAD)
+
+
 @contextlib.contextmanager
 def frozen(pid: int) -> Iterator[None]:
     """Signals that come meanwhile are pending, SIGCONT too. Only SIGKILL ends it."""
@@ -33,7 +41,7 @@ def frozen(pid: int) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for thread in threads:
             _ask(_SEIZE, thread)
-            stack.callback(_ask, _DETACH, thread)
+            stack.callback(_let_go, thread)
             _ask(_INTERRUPT, thread)
             os.waitpid(thread, _EVERY_THREAD)
         yield

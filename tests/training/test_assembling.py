@@ -78,6 +78,19 @@ def test_an_ended_group_waits_for_all_that_its_writer_wrote() -> None:
     assert [len(group) for group in made.complete] == [2]
 
 
+def test_what_one_writer_wrote_besides_does_not_stand_for_what_another_one_wrote() -> None:
+    made = assembly()
+    for number in (0, 1, 4):
+        made.add(sample(number), 0.0)
+    made.end(EndOf("g", None, 2), ("e", 0, 1), (sample(0).origin[0], 0, 2), 0.0)
+    made.end(EndOf("g", None, 1), ("e", 1, 1), (sample(1).origin[0], 0, 2), 0.0)
+    made.turn(10.0 * SETTLE_S, False, None)
+    assert not made.complete
+    made.add(sample(3), 10.0 * SETTLE_S)
+    made.turn(11.0 * SETTLE_S, False, None)
+    assert [len(group) for group in made.complete] == [4]
+
+
 def test_an_end_says_of_how_many_samples_of_all_rings_the_group_is() -> None:
     made = assembly()
     made.add(sample(0), 0.0)
@@ -132,6 +145,16 @@ def test_a_complete_group_that_has_lost_a_sample_waits_for_it() -> None:
     assert not made.complete
     made.add(sample(1, of=2), 1.0)
     assert [len(group) for group in made.complete] == [2]
+
+
+def test_a_group_that_its_end_finds_complete_waits_for_a_lost_sample_no_longer_than_before() -> None:
+    made = assembly(timeout_s=60.0)
+    for number in (1, 2):
+        made.add(sample(number, of=2), 0.0)
+    made.end(EndOf("g", 2, 2), ("e", 0, 1), (sample(1).origin[0], 0, 2), 50.0)
+    made.lose([sample(1).delivery])
+    assert [len(group) for group in made.open] == [1]
+    assert [each.reason for each in made.turn(60.0, False, None)] == ["incomplete"]
 
 
 events = st.lists(

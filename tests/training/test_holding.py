@@ -14,7 +14,7 @@ from helpers import Child, cut_connections, eventually, free, on_loop
 from holdings import HOLDER, deliveries, held_by, holding_of, settled
 from takes import broken_between
 
-from transport import Schema, SharedRingBuffer, UCXXServer, UpTo
+from transport import Schema, SharedRingBuffer, UCXXServer, UpTo, _ring
 from transport.claims.connection import ClaimConnection
 from transport.claims.outcomes import Outcomes
 from transport.claims.rings import FoundRings
@@ -160,17 +160,19 @@ def test_claims_of_a_holder_that_is_silent_for_its_lease_are_lost(
         assert settled(other, 3) == dict.fromkeys(deliveries(again), True)
 
 
-def test_a_holder_that_is_heard_keeps_its_claims(ring: SharedRingBuffer, prefix: str) -> None:
-    write(ring, 2)
-    lease_s = 1.0
-    with holding_of(prefix, "mapped", lease_s=lease_s) as holding, holding_of(prefix, "mapped") as other:
+def test_every_ring_counts_a_holders_lease_from_when_it_was_heard(ring: SharedRingBuffer, prefix: str) -> None:
+    with SharedRingBuffer.create(SCHEMA, slots=4, prefix=prefix) as second, holding_of(prefix, "mapped") as holding:
+        for each in (ring, second):
+            write(each, 1)
         held_by(holding, 2)
-        silent_s = 0.0
-        while silent_s < 2 * lease_s:
-            holding._rings.heard()
-            assert other.take(1, lease_s / 10) == []
-            silent_s += lease_s / 10
-        assert holding.lost() == set() and len(holding) == 2
+
+        def heard() -> list[int]:
+            owners = [owner for each in (ring, second) for owner in each.native.owners()]
+            return [owner.heard_ns for owner in owners if owner.role == _ring.ROLE_READER]
+
+        before = heard()
+        holding._rings.heard()
+        assert all(now > then for then, now in zip(before, heard(), strict=True)) and len(before) == 2
 
 
 def test_claims_of_a_connection_that_breaks_are_lost_and_come_again(prefix: str) -> None:

@@ -88,23 +88,27 @@ def test_the_counts_of_a_ring_stay_when_its_rollout_ends(prefix: str) -> None:
 
 
 FEW_FILES = """
-import resource, sys
+import os, resource, sys
 from transport import Schema, Trainer
-resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[3]),) * 2)
 with Trainer(Schema.of(x="int64"), sys.argv[1], wire={sys.argv[2]}) as trainer:
-    count = 0
-    while (batch := trainer.take(16, 3.0)) is not None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + int(sys.argv[3]),) * 2)
+    count, why = 0, ""
+    while not count or "ulimit -n" not in why:
+        batch = trainer.take(16, 0.1)
+        if batch is None:
+            why = trainer.why_nothing()
+            continue
         count += len(batch)
         batch.consume()
         batch.release()
-    print(count, trainer.finished(), trainer.why_nothing())
+    print(count, trainer.finished())
 """
 
 
 @pytest.mark.ucx
-@pytest.mark.parametrize(("wire", "files"), [("mapped", 64), ("tcp", 80)])
+@pytest.mark.parametrize(("wire", "more"), [("mapped", 30), ("tcp", 40)])
 def test_a_trainer_without_descriptors_for_every_ring_takes_from_the_others_and_names_the_limit(
-    prefix: str, wire: str, files: int
+    prefix: str, wire: str, more: int
 ) -> None:
     count = 40 if wire == "mapped" else 20
     with contextlib.ExitStack() as stack:
@@ -118,13 +122,12 @@ def test_a_trainer_without_descriptors_for_every_ring_takes_from_the_others_and_
         if wire == "tcp":
             places = "rings://" + ",".join(f"127.0.0.1:{rollout.ports[0]}" for rollout in rollouts)
         child = subprocess.run(
-            [sys.executable, "-P", "-c", FEW_FILES, places, wire, str(files)],
+            [sys.executable, "-P", "-c", FEW_FILES, places, wire, str(more)],
             capture_output=True,
             text=True,
             check=True,
         )
-    taken, finished, why = child.stdout.split(maxsplit=2)
-    assert 0 < int(taken) < count
+    taken, finished = child.stdout.split()
+    assert int(taken) < count
     assert finished == "False"
-    assert "ulimit -n" in why
     assert "ulimit -n" in child.stderr

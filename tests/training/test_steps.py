@@ -17,7 +17,8 @@ import pytest
 from found_rings import LONG_S, ring_of
 from helpers import eventually
 
-from transport import Rollout, Schema, SharedRingBuffer, UpTo
+from transport import Rollout, Schema, SharedRingBuffer, UpTo, open_rings
+from transport.claims.lead import LeadSaid
 from transport.errors import ClosedError, ConfigurationError, RankError, UsageError
 from transport.group import end_of, in_group
 from transport.packer.consumed_record import ConsumedRecord
@@ -219,6 +220,18 @@ def test_a_rollout_waits_behind_a_group_while_more_steps_than_it_is_ahead_wait(p
         writer.join()
         assert done == ["consumed"] * 3 + ["written"]
         assert rollout.wait_turn() and trainer.statistics().waited_s > 0.0
+
+
+def test_a_rollout_waits_for_the_slowest_of_several_readers(prefix: str) -> None:
+    with (
+        Rollout(SCHEMA, f"rings:{prefix}", ahead=1, readers=2, mode="thread", drain_s=0) as rollout,
+        open_rings(f"rings:{prefix}") as rings,
+    ):
+        said = [LeadSaid(rings, rank) for rank in range(2)]
+        for steps, has_turn in [((0, 2), False), ((2, 0), False), ((2, 2), False), ((1, 1), True)]:
+            for each, waiting in zip(said, steps, strict=True):
+                each.say(waiting)
+            assert rollout.wait_turn(0.0) is has_turn, steps
 
 
 def test_stale_groups_that_are_kept_say_their_age(ring: SharedRingBuffer, prefix: str) -> None:

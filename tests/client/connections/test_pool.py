@@ -37,12 +37,13 @@ def test_the_freshest_connection_is_used_first() -> None:
 
 def test_age_counts_from_the_last_use() -> None:
     pool = EndpointPool[str]()
-    opened(pool, "old", "young")
+    opened(pool, "old", "older", "young")
+    pool.checkin("older", -1.0)
     pool.checkin("old", 0.0)
     pool.checkin("young", 50.0)
-    assert pool.next_expiry() == DEFAULTS.pool_endpoint_max_age_s
-    assert pool.expired(DEFAULTS.pool_endpoint_max_age_s - 0.001) == []
-    assert pool.expired(DEFAULTS.pool_endpoint_max_age_s + 1) == ["old"]
+    assert pool.next_expiry() == DEFAULTS.pool_endpoint_max_age_s - 1
+    assert pool.expired(DEFAULTS.pool_endpoint_max_age_s - 1.001) == []
+    assert pool.expired(DEFAULTS.pool_endpoint_max_age_s + 1) == ["older", "old"]
     assert pool.checkout(HERE, 60.0 + DEFAULTS.pool_endpoint_max_age_s) is None  # too old, though not yet taken out
     assert pool.expired(60.0 + DEFAULTS.pool_endpoint_max_age_s) == ["young"]
     assert pool.next_expiry() is None
