@@ -216,24 +216,44 @@ with Rollout(schema, f"rings:{sys.argv[1]}", name="rollout", mode="thread", drai
 """
 
 
+def started(stack: ExitStack, prefix: str, *groups: str) -> subprocess.Popen[bytes]:
+    """Start a rollout that writes so many samples of these groups, and wait until it has."""
+    command = [sys.executable, "-c", WRITER, prefix, *groups]
+    process = stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+    stack.callback(process.communicate)  # ends it
+    assert process.stdout is not None and process.stdout.readline() == b"written\n"
+    return process
+
+
+def test_a_group_that_a_killed_rollout_writes_anew_is_learned_once() -> None:
+    prefix = f"mesh-{secrets.token_hex(4)}-"
+    with ExitStack() as stack:
+        writer = started(stack, prefix, "first", "4", "second", "4")
+        trainer = stack.enter_context(Trainer(SCHEMA, f"rings:{prefix}"))
+        steps = iter(trainer.steps(1))
+        first = next(steps)
+        writer.kill()
+        writer.wait()
+        started(stack, prefix, "first", "4", "second", "4", "third", "4")  # while one is learned, and one is read
+        found = []
+        for step in (first, next(steps), next(steps)):
+            found += step.groups
+            step.consume()
+        assert found == ["first", "second", "third"]
+        eventually(lambda: trainer.statistics().surplus == 8)
+
+
 @pytest.mark.parametrize("comes_back", [False, True])
 def test_the_group_of_a_killed_rollout_is_given_up_by_name_or_completed(comes_back: bool) -> None:
     prefix = f"mesh-{secrets.token_hex(4)}-"
     given_up: list[tuple[str, int]] = []
-
-    def write(stack: ExitStack, *groups: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-c", WRITER, prefix, *groups]
-        process = stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
-        stack.callback(process.communicate)  # ends it
-        assert process.stdout is not None and process.stdout.readline() == b"written\n"
-        return process
 
     def dropped(group: Group, why: str) -> None:
         assert why == "incomplete"
         given_up.append((group.name, len(group)))
 
     with ExitStack() as stack:
-        writer = write(stack, "whole", "4", "part", "3")
+        writer = started(stack, prefix, "whole", "4", "part", "3")
         trainer = stack.enter_context(Trainer(SCHEMA, f"rings:{prefix}"))
         steps = iter(trainer.steps(1, group_timeout_s=None if comes_back else 1.0, dropped=dropped))
         step = next(steps)
@@ -242,12 +262,12 @@ def test_the_group_of_a_killed_rollout_is_given_up_by_name_or_completed(comes_ba
         writer.kill()
         writer.wait()
         if comes_back:
-            write(stack, "part", "1")
+            started(stack, prefix, "part", "1")
             step = next(steps)
             assert (step.groups, step.samples, given_up) == (["part"], 4, [])
         else:
             eventually(lambda: given_up == [("part", 3)])
-            write(stack, "next", "4")
+            started(stack, prefix, "next", "4")
             assert next(steps).groups == ["next"]
 
 

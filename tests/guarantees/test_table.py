@@ -100,6 +100,22 @@ TESTS: dict[str, dict[str, list[str]]] = {
         "guarantees/test_meshes.py": ["test_ranks_that_are_killed_at_any_moment_learn_every_group_once"],
         "training/test_steps.py": ["test_a_record_leaves_out_what_a_checkpoint_has"],
     },
+    "a rollout of a mesh is killed behind a group": {
+        "guarantees/test_meshes.py": ["test_a_group_that_a_killed_rollout_writes_anew_is_learned_once"],
+        "training/test_steps.py": [
+            "test_a_group_that_is_written_anew_long_after_it_was_learned_is_left_out",
+            "test_a_step_whose_rings_are_gone_is_given_up_when_all_ranks_begin_again",
+        ],
+    },
+    "a job of a mesh goes back to a snapshot": {
+        "guarantees/test_meshes.py": ["test_a_job_that_goes_back_to_a_snapshot_with_its_store_learns_every_group_once"],
+    },
+    "the store of a mesh is killed": {
+        "guarantees/test_stores.py": [
+            "test_a_store_that_is_killed_in_the_middle_of_a_step_and_comes_back_costs_nothing",
+            "test_a_store_that_is_lost_is_an_error_on_every_rank_and_the_checkpoint_has_what_was_learned",
+        ],
+    },
     "a rollout is killed before a group is complete": {
         "guarantees/test_meshes.py": ["test_the_group_of_a_killed_rollout_is_given_up_by_name_or_completed"],
         "training/test_steps.py": ["test_a_group_that_will_not_complete_is_dropped_or_short"],
