@@ -94,6 +94,17 @@ def test_growth_does_not_fail_a_run_that_has_no_rounds_left() -> None:
     assert decide(snapshot, msgspec.structs.replace(RULES, most_rounds=4)) is None
 
 
+def test_a_round_that_is_full_goes_on_whoever_waits() -> None:
+    full = [Seat(round=1, slot=slot, member=member) for slot, member in enumerate("abc")]
+    snapshot = Snapshot(
+        Round(incarnation="x", number=1, phase=Phase.RUNNING, term=1, host="a", least=1, most=3),
+        full,
+        tuple(Peer(seat.member, seat.slot, "") for seat in full),
+        waiting=frozenset({"new"}),
+    )
+    assert decide(snapshot, RULES) is None
+
+
 # --- short gates ----------------------------------------------------------------------------------------
 
 

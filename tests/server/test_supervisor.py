@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import signal
 import socket
@@ -14,13 +15,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from helpers import NETWORK, asynchronous, dead_port, eventually, listener_pids, parent_of, until
+from helpers import NETWORK, Child, asynchronous, dead_port, eventually, listener_pids, parent_of, until
 from loopback import FAMILY
 from supervised import LOCAL, QUICK, bound, read_all, write
 
 from transport import SharedRingBuffer, UCXXClient, UCXXServer
 from transport.server.process import ListenerConfig
-from transport.server.supervisor import Supervisor, SupervisorConfig
+from transport.server.supervisor import ServedPort, Supervisor, SupervisorConfig
 from transport.settings import Settings
 
 pytestmark = pytest.mark.ucx
@@ -91,6 +92,38 @@ def test_adopting_keeps_the_order_of_the_ports() -> None:
                 ports=ports, listener=ListenerConfig(segment=ring.name, port=0, settings=QUICK), first=False
             )
             assert tuple(served.port for served in Supervisor(ring, config).served_ports) == ports
+
+
+def test_a_listener_that_fails_again_is_started_after_twice_the_time_up_to_a_bound() -> None:
+    port = ServedPort(1)
+    pauses = []
+    for _ in range(20):
+        port.failed(0.0)
+        pauses.append(port.not_before)
+    assert all(later in (2 * before, pauses[-1]) for before, later in itertools.pairwise(pauses))
+    assert pauses[0] < pauses[-1] == pauses[-2]
+
+
+OTHER_WRITER = """
+import sys
+from transport import SharedRingBuffer
+with SharedRingBuffer.attach(sys.argv[1], role="writer"):
+    print("here", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_another_writer_beside_the_first_one_takes_nothing_over() -> None:
+    with served() as (ring, server):
+        config = SupervisorConfig(
+            ports=server.ports, listener=ListenerConfig(segment=ring.name, port=0, settings=QUICK), first=False
+        )
+        supervisor = Supervisor(ring, config)
+        with Child(OTHER_WRITER, ring.name) as other:
+            assert other.line() == "here"
+            assert not supervisor._succeeded()
+            other.tell()
+            assert other.wait() == 0
 
 
 def test_a_listener_that_has_moved_is_adopted_where_it_is() -> None:

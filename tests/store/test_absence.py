@@ -37,6 +37,16 @@ def test_an_absence_goes_on_between_reads_while_the_ring_is_looked_for() -> None
         places.found(ticket, None, 160.0)
 
 
+def test_of_more_absent_rings_than_are_remembered_the_longest_known_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("transport.store.directory._MOST_RINGS", 2)
+    tickets, places = [a_ticket() for _ in range(3)], a_finder()
+    for ticket in tickets:
+        assert places.found(ticket, None, 100.0) is None
+    assert places.watched(100.0) == [ticket.ring for ticket in tickets[1:]]
+
+
 def test_a_look_that_finds_the_ring_ends_its_absence() -> None:
     ticket, places = a_ticket(), a_finder()
     assert places.found(ticket, None, 100.0) is None

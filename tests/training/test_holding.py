@@ -310,6 +310,7 @@ def test_rings_here_and_elsewhere_are_one_holding(prefix: str) -> None:
                 ring.write_raw(b"any")
         samples = held_by(holding, 6)
         assert Counter(each.delivery[0] for each in samples) == {here.ring_id: 3, there.ring_id: 3}
+        assert holding.held_by_ring() == {here.ring_id: 3, there.ring_id: 3}
         holding.give_back(deliveries(samples[::2]))
         again = held_by(holding, 3)
         asked = deliveries([*again, *samples[1::2]])

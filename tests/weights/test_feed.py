@@ -88,6 +88,19 @@ def test_strangers_that_come_at_once_are_counted_as_they_come(
     run(coming())
 
 
+@asynchronous
+async def test_members_that_were_admitted_take_no_place_of_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transport.weights.transfer.feed._MOST_STRANGERS", 1)
+    feed = Feed(lambda _: None)
+    await feed.open("127.0.0.1")
+    async with contextlib.AsyncExitStack() as members:
+        members.push_async_callback(feed.close)
+        for name in "abc":
+            member = await Upstream.connect("p", "127.0.0.1", feed.port, feed.token, name)
+            members.callback(member.close)
+        assert feed.children == set("abc")
+
+
 @contextlib.asynccontextmanager
 async def opened() -> AsyncIterator[Feed]:
     feed = Feed(lambda _: None)
