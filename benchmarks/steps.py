@@ -1,7 +1,10 @@
-"""Training steps of two data-parallel ranks: `Trainer.steps` beside TransferQueue's StreamingDataLoader.
+"""Training steps of two data-parallel ranks: `Trainer.steps` beside TransferQueue's StreamingDataLoader, and Ray.
 
     python benchmarks/steps.py --kib 32,2048                        # this package alone, over each wire
-    build/adapters/bin/python benchmarks/steps.py --kib 32 --peer   # and TransferQueue, with its balanced sampler
+    build/adapters/bin/python benchmarks/steps.py --kib 32 --peer   # and TransferQueue (balanced sampler), Ray
+
+Through Ray a group is an object, an actor plans the steps as `Trainer.steps` would and keeps references until both
+ranks have noted theirs.
 
 One writer goes ahead by two steps, two ranks learn by adding up every byte. A step is 64 groups of 8 samples, whose
 sizes have the one given as their mean, and a long tail. In the second row of each, rank 1 is killed in the middle
@@ -181,6 +184,95 @@ def their_rank(folder: Path, plan: Mapping[str, Any], rank: int) -> None:
             (folder / f"learned-{number}").touch()
 
 
+# --- Ray --------------------------------------------------------------------------------------------------
+class Planned:
+    """An actor with references to groups, and the steps that have them."""
+
+    def __init__(self, groups: int) -> None:
+        self._groups = groups
+        self._waiting: list[tuple[int, Any]] = []
+        self._steps: list[list[list[Any]]] = []  # of each rank the references
+        self._noted: Counter[int] = Counter()
+
+    def add(self, tokens: int, group: list[Any]) -> None:
+        self._waiting.append((tokens, group[0]))
+        if len(self._waiting) == self._groups:
+            loads: list[int] = [0] * RANKS
+            shares: list[list[Any]] = [[] for _ in range(RANKS)]
+            for size, each in sorted(self._waiting, key=lambda each: -each[0]):
+                rank = loads.index(min(loads))
+                loads[rank] += size
+                shares[rank].append(each)
+            self._steps.append(shares)
+            self._waiting.clear()
+
+    def take(self, step: int, rank: int) -> list[Any]:
+        return self._steps[step][rank] if step < len(self._steps) else []
+
+    def note(self, step: int) -> None:
+        self._noted[step] += 1
+        if self._noted[step] == RANKS:
+            self._steps[step] = []
+
+    def behind(self) -> int:
+        return sum(count == RANKS for count in self._noted.values())
+
+
+def ray_store(folder: Path, plan: Mapping[str, Any]) -> Iterator[None]:
+    """Serve: a cluster of this host, and the actor."""
+    import ray
+
+    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, namespace="steps")
+    (folder / "config").write_text(ray.get_runtime_context().gcs_address)
+    held = ray.remote(Planned).options(name="steps", num_cpus=0).remote(plan["groups"])
+    yield
+    del held
+    ray.shutdown()
+
+
+def ray_actor(folder: Path) -> Any:
+    import ray
+
+    ray.init(address=(folder / "config").read_text(), log_to_driver=False, namespace="steps")
+    return ray.get_actor("steps")
+
+
+def ray_writer(folder: Path, plan: Mapping[str, Any]) -> None:
+    import ray
+
+    steps = ray_actor(folder)
+    for step in range(plan["steps"]):
+        while step > 2 and ray.get(steps.behind.remote()) < step - 2:  # ahead by two steps, as our slots allow
+            time.sleep(0.002)
+        for group in range(step * plan["groups"], (step + 1) * plan["groups"]):
+            sizes = sizes_of(group, plan["bytes"])
+            samples = [(group * SAMPLES + at, np.full(size, group % 251, np.uint8)) for at, size in enumerate(sizes)]
+            ray.get(steps.add.remote(int(sizes.sum()), [ray.put(samples)]))
+    while ray.get(steps.behind.remote()) < plan["steps"]:  # who puts an object owns it
+        time.sleep(0.05)
+
+
+def ray_rank(folder: Path, plan: Mapping[str, Any], rank: int) -> None:
+    import ray
+
+    steps = ray_actor(folder)
+    notes = Notes(folder, rank, plan["die_in"])
+    for number in range(notes.steps, plan["steps"]):
+        while not (groups := ray.get(steps.take.remote(number, rank))):
+            time.sleep(0.002)
+        samples: list[int] = []
+        tokens = 0
+        for at in range(0, len(groups), MICRO_BATCH // SAMPLES):
+            for group in ray.get(groups[at : at + MICRO_BATCH // SAMPLES]):
+                for sample, data in group:
+                    learn(data)
+                    samples.append(sample)
+                    tokens += len(data)
+            notes.micro_batch(number)
+        notes.add(number, samples, tokens)
+        ray.get(steps.note.remote(number))
+
+
 # --- a run ------------------------------------------------------------------------------------------------
 def measured(system: str, wire: str, kib: int, groups: int, steps: int, die: bool) -> dict[str, Any]:
     """Run writer and ranks as processes; one row."""
@@ -188,7 +280,8 @@ def measured(system: str, wire: str, kib: int, groups: int, steps: int, die: boo
         folder = Path(name)
         plan = {"wire": wire, "bytes": kib << 10, "groups": groups, "steps": steps, "die_in": steps // 2 if die else -1}
         (folder / "plan").write_text(json.dumps(plan))
-        store = their_store(folder, plan) if system == "transferqueue" else iter([None])
+        stores = {"transferqueue": their_store, "ray": ray_store}
+        store = stores[system](folder, plan) if system in stores else iter([None])
         next(store)
 
         def start(*role: str) -> subprocess.Popen[bytes]:
@@ -242,7 +335,7 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=64)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--wires", default="mapped,tcp")
-    parser.add_argument("--peer", action="store_true", help="TransferQueue as well")
+    parser.add_argument("--peer", action="store_true", help="TransferQueue and Ray as well")
     parser.add_argument("--role", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -253,14 +346,18 @@ def main() -> None:
                 our_writer(given.folder, plan)
             case ["ours", "rank", rank]:
                 our_rank(given.folder, plan, int(rank))
+            case ["ray", "writer"]:
+                ray_writer(given.folder, plan)
+            case ["ray", "rank", rank]:
+                ray_rank(given.folder, plan, int(rank))
             case [_, "writer"]:
                 their_writer(given.folder, plan)
             case [_, "rank", rank]:
                 their_rank(given.folder, plan, int(rank))
         return
     for kib in map(int, given.kib.split(",")):
-        cases = [("ours", wire) for wire in given.wires.split(",")] + [("transferqueue", "tcp")] * given.peer
-        for system, wire in cases:
+        ours = [("ours", wire) for wire in given.wires.split(",")]
+        for system, wire in ours + [("transferqueue", "tcp"), ("ray", "")] * given.peer:
             for die in (False, True):
                 print(json.dumps(measured(system, wire, kib, given.groups, given.steps, die)), flush=True)
 
