@@ -112,7 +112,7 @@ def test_a_trainer_names_the_processes_of_rings_that_had_ended_before_it_came(
         ring.write({"x": 1})
         if ended:
             ring.end_data()
-        with Trainer(SCHEMA, f"rings:{prefix}") as trainer:
+        with caplog.at_level("INFO", "transport"), Trainer(SCHEMA, f"rings:{prefix}") as trainer:
             told = [record.getMessage() for record in caplog.records if ring.name in record.getMessage()]
             assert len(told) == ended
             assert all(str(os.getpid()) in text for text in told)

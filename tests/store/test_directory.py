@@ -8,16 +8,18 @@ import secrets
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
 import pytest
-from helpers import dead_port, eventually
+from claimed import consumed
+from helpers import dead_port, eventually, in_thread
 from helpers import serving as ring_served
 
-from transport import _ring
+from transport import Schema, SharedRingBuffer, _ring
 from transport.client.blocking import BlockingClient
 from transport.client.client import UCXXClient
 from transport.errors import (
@@ -31,6 +33,7 @@ from transport.errors import (
     UsageError,
 )
 from transport.runtime.loop_thread import LoopThread
+from transport.server.server import UCXXServer
 from transport.settings import Settings
 from transport.store import SQLiteStore
 from transport.store.directory import Announcement, Directory, Finder, Serving
@@ -102,6 +105,25 @@ def test_a_record_that_nobody_renews_ends_with_its_lease(tmp_path: Path) -> None
         now = 59.0
         assert directory.find(RING) is None
         assert not directory.renew(RING, version)
+
+
+def test_a_server_that_waits_for_its_last_readers_stays_published(
+    store: SQLiteStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, begun, drain = Directory(store, lease_s=0.3), threading.Event(), UCXXServer._drain
+    monkeypatch.setattr(UCXXServer, "_drain", lambda *arguments: (begun.set(), drain(*arguments)))
+    with SharedRingBuffer.create(Schema.of(x="int64"), slots=1) as ring:
+        server = UCXXServer(ring, mode="thread").start()
+        with Announcement(directory, ring, server):
+            ring.write({"x": 1})
+            _, draining = in_thread(lambda: server.close(60.0))
+            assert begun.wait(60)
+            for key in store.scan("servers/"):
+                store.delete(key)  # as a lease ends
+            eventually(lambda: directory.find(ring.ring_id))
+            assert draining.is_alive()
+            assert consumed(ring, 1) == 1
+            draining.join()
 
 
 def test_a_server_that_moved_or_was_forgotten_is_published_again(store: SQLiteStore) -> None:

@@ -9,8 +9,11 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -19,11 +22,12 @@ from helpers import eventually
 
 from transport import Rollout, Schema, SharedRingBuffer, UpTo, open_rings
 from transport.claims.lead import LeadSaid
-from transport.errors import ClosedError, ConfigurationError, RankError, UsageError
+from transport.errors import ClosedError, ConfigurationError, RankError, SharedMemoryError, UsageError
 from transport.group import end_of, in_group
 from transport.packer.consumed_record import ConsumedRecord
 from transport.store.memory import MemoryStore
 from transport.training.mesh import Mesh
+from transport.training.planner import Planner
 from transport.training.step_records import StepRecords
 from transport.training.steps import Step
 from transport.training.trainer import Trainer
@@ -234,6 +238,26 @@ def test_a_rollout_waits_for_the_slowest_of_several_readers(prefix: str) -> None
             assert rollout.wait_turn(0.0) is has_turn, steps
 
 
+def test_a_rollout_hears_the_planner_that_leads_now_and_a_hint_that_fails_ends_nothing(
+    prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        Rollout(SCHEMA, f"rings:{prefix}", ahead=1, mode="thread", drain_s=0) as rollout,
+        open_rings(f"rings:{prefix}") as rings,
+    ):
+        back, killed = LeadSaid(rings, 0), LeadSaid(rings, 0)
+        back.say(0)
+        killed.say(2)
+        back.say(0)
+        assert not rollout.wait_turn(0.0)
+        with monkeypatch.context() as full:
+            full.setattr(type(rings), "announce", Mock(side_effect=SharedMemoryError("/dev/shm is full")))
+            back.again()
+            back.say(0)
+        back.say(0)
+        assert rollout.wait_turn(0.0)
+
+
 def test_stale_groups_that_are_kept_say_their_age(ring: SharedRingBuffer, prefix: str) -> None:
     write(ring, "old", 1, policy_version=3)
     with trainer_of(prefix, max_age=2) as trainer:
@@ -388,6 +412,51 @@ def test_what_is_consumed_right_before_the_close_does_not_come_again(
         assert sorted([seen, *learned(trainer, 1)]) == [[0] * 4, [1] * 4, [2] * 4]
 
 
+def once_interrupted(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, at: int = 1) -> None:
+    """Have a call of a method end with Ctrl-C."""
+    calls, method = count(1), getattr(owner, name)
+
+    def interrupted(self: Any, *arguments: Any) -> Any:
+        if next(calls) == at:
+            raise KeyboardInterrupt
+        return method(self, *arguments)
+
+    monkeypatch.setattr(owner, name, interrupted)
+
+
+def test_what_was_consumed_does_not_come_again_when_the_close_was_interrupted(
+    ring: SharedRingBuffer, prefix: str, wire: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for value in range(2):
+        write(ring, f"p{value}", value)
+    ring.end_data()
+    once_interrupted(monkeypatch, Planner, "_settle")
+    trainer = trainer_of(prefix, wire)
+    step = next(iter(trainer.steps(1)))
+    seen = values(step)
+    step.consume()
+    with pytest.raises(KeyboardInterrupt):
+        trainer.close()
+    trainer.close()
+    with trainer_of(prefix, wire) as trainer:
+        assert sorted([seen, *learned(trainer, 1)]) == [[0] * 4, [1] * 4]
+
+
+def test_a_step_whose_consume_was_interrupted_is_in_the_record_when_it_is_repeated(
+    ring: SharedRingBuffer, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(ring, "p", 1)
+    with trainer_of(prefix) as trainer:
+        step = next(iter(trainer.steps(1)))
+        step.accept()
+        once_interrupted(monkeypatch, ConsumedRecord, "accept", at=2)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.consume()
+        trainer.consume()
+        record = trainer.record
+        assert not any(record.accept(*identity) for identity in step.identities)
+
+
 def test_the_end_of_a_group_lasts_as_long_as_its_samples(ring: SharedRingBuffer, prefix: str, wire: str) -> None:
     write(ring, "p", 1, count=2)
     ring.mark(end_of("p"))
@@ -465,12 +534,15 @@ def test_a_forked_child_consumes_no_step_of_its_parent(ring: SharedRingBuffer, p
     with trainer_of(prefix) as trainer:
         step = next(iter(trainer.steps(1)))
         if (child := os.fork()) == 0:
-            try:
-                step.consume()
-            except ClosedError:
-                os._exit(7)
-            os._exit(0)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+            status = 0
+            for call in (step.consume, partial(trainer.steps, 1)):
+                try:
+                    call()
+                except ClosedError:
+                    status += 1
+            trainer.close()
+            os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
         step.consume()
 
 

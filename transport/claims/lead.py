@@ -12,8 +12,9 @@ from typing import Final
 import msgspec
 
 from transport.claims.rings import FoundRings
-from transport.errors import ClosedError, StoreError, UsageError
+from transport.errors import ClosedError, TransportError, UsageError
 from transport.runtime import hurry
+from transport.runtime.error_text import error_text
 from transport.runtime.logs import LOOK_S, LogLimit
 
 log = logging.getLogger(__name__)
@@ -26,7 +27,7 @@ def _topic(rank: int) -> str:
 
 
 class LeadSaid:
-    """What a planner says; it says each number once.
+    """What a planner says: each number once, until it is told that another planner may have spoken since.
 
     Args:
         rank: of the readers for whom it plans.
@@ -36,19 +37,26 @@ class LeadSaid:
         self._rings = rings
         self._topic = _topic(rank)
         self._said: int | None = None
+        self._failed = LogLimit()
+
+    def again(self) -> None:
+        """Say the next number in any case, though it be the last one that was said here."""
+        self._said = None
 
     def say(self, steps: int) -> None:
         """Say that so many steps wait, where that is new. Rings at addresses have no notices: there nobody hears it."""
         if steps == self._said:
             return
         try:
-            before = self._rings.latest(self._topic)
-            version = 0 if before is None else before.version + 1
-            self._rings.announce(self._topic, version, msgspec.msgpack.encode(steps))
-        except (StoreError, ClosedError):  # said again with the next number
-            return
+            before, number = self._rings.latest(self._topic), msgspec.msgpack.encode(steps)
+            if before is None or before.payload != number:
+                self._rings.announce(self._topic, 0 if before is None else before.version + 1, number)
         except UsageError:
             log.debug("rollouts do not hear how many steps wait: %r have no notices", self._rings)
+        except (TransportError, OSError) as error:  # a hint; it is said again soon
+            if not isinstance(error, ClosedError) and self._failed.due() is not None:
+                log.warning("rollouts with ahead= do not hear how many steps wait: %s", error_text(error))
+            return
         self._said = steps
 
 

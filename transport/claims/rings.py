@@ -458,7 +458,7 @@ class FoundRings:
             )
 
     def say_ended(self) -> None:
-        """Warn of rings here that said their end before: their ends count, be they of this job or of a former one."""
+        """Tell of rings here that said their end before: their ends count, be they of this job or of a former one."""
         told = []
         for ring in self._here.seen():
             with contextlib.suppress(ClosedError):  # closed meanwhile
@@ -466,9 +466,10 @@ class FoundRings:
                     pids = sorted(set().union(*starts_of([ring]).values()))
                     told.append(f"{ring.name} (processes {', '.join(map(str, pids)) or 'killed'})")
         if told:
-            log.warning(
-                "rings of %r had said their end before this trainer came, and it takes what they hold: %s. Where they "
-                "are of a former job, end these processes first, or give each job another run (TRANSPORT_RUN, rings=)",
+            log.info(
+                "rings of %r had said their end before this trainer came, and it takes what they hold, as a trainer "
+                "that was started again does: %s. Where these rings are of a former job, end that one first, or give "
+                "each job another run (TRANSPORT_RUN, or rings=)",
                 self.places,
                 few("; ", told),
             )

@@ -201,9 +201,9 @@ class UCXXServer:
         run = self._run
         if run is None or os.getpid() != self._process:
             return
-        self._closing = True
         try:
             self._drain(drain_s, math.inf if told_s is None else told_s)
+            self._closing = True  # from here on: until then it serves, and a directory is to have it
             self._give_up_unread()
         finally:
             self._stop(run)

@@ -90,13 +90,14 @@ class Learned:
             self._note(record, step)
 
     def note(self, step: LearnedStep, samples: int) -> None:
-        """Note that this rank has consumed a step, and its share of the samples."""
-        self.given_out.discard(step.number)
-        self.voted.add(step.number)
-        self.samples += samples
-        self.accepted.pop(step.number, None)
+        """Note that this rank has consumed a step, and its share of the samples; after an interrupt once more."""
         with self._lock:
             self._note(self.record, step)
+        self.given_out.discard(step.number)
+        if step.number not in self.voted:
+            self.voted.add(step.number)
+            self.samples += samples
+        self.accepted.pop(step.number, None)  # last: what stays accepted is consumed by the next call
 
     def _note(self, record: ConsumedRecord, step: LearnedStep) -> None:
         for identity in step.identities:

@@ -166,6 +166,7 @@ class Planner:
         if now >= self._renew_at or not self._term:
             term = self._records.lead()
             self._renew_at = now + _RENEW_S
+            self._lead.again()
             if term != self._term:
                 self._stop()
                 self._begin(term)
@@ -201,7 +202,8 @@ class Planner:
     def close(self, learned: Collection[int] = ()) -> None:
         """Consume what is learned, give the rest back, and let another rank plan.
 
-        At the end of the data wait first for what other ranks vote on the steps that this rank has learned.
+        At the end of the data wait first for what other ranks vote on the steps that this rank has learned. After an
+        interrupt call it again: until then all that is held stays so, also what is consumed and not answered for.
         """
         try:
             if self._term:
@@ -213,8 +215,7 @@ class Planner:
             self._records.leave()
         except StoreError as error:  # who plans next finds in the records what was learned
             log.warning("the store of the steps does not answer at the close: %s", error_text(error))
-        finally:
-            self._holding.close()
+        self._holding.close()
 
     def _finish(self, learned: set[int]) -> None:
         now = time.monotonic()

@@ -139,6 +139,7 @@ class Underway:
         self._reader = reader
         self._learned = learned
         self._store_away = StoreAway(store_away_s)
+        self._process = os.getpid()
         self._closed = False
         self._reading: Job[ReadStep | None] | None = None
         self._planning: Job[None] | None = None
@@ -174,8 +175,8 @@ class Underway:
         return step
 
     def close(self) -> None:
-        """Stop reading and planning; what was not learned comes again. Idempotent."""
-        if self._closed:
+        """Stop reading and planning; what was not learned comes again. Idempotent; in a forked child nothing."""
+        if self._closed or gone(self._process):
             return
         self._reader.closing = True
         if self._reading is not None:
@@ -299,8 +300,8 @@ class Steps:
         """Note that the model has learned from a step."""
         with self._alone():
             self._learned.check_order(step.number, "accept")
-            self._learned.given_out.discard(step.number)
             self._learned.accepted[step.number] = step
+            self._learned.given_out.discard(step.number)
 
     def learned(self, step: Step) -> None:
         """Vote that this rank has learned from a step."""

@@ -206,7 +206,8 @@ class Trainer:
             self.metrics_port = None if exporter is None else exporter.port
             self._ends.append(partial(_close_steps, self._underway, self._learned))
             undo.pop_all()
-        self._dropped = weakref.finalize(self, _end_dropped, os.getpid(), thread, self._ends)
+        self._process = os.getpid()
+        self._dropped = weakref.finalize(self, _end_dropped, self._process, thread, self._ends)
         self._dropped.atexit = False
 
     def __repr__(self) -> str:
@@ -444,8 +445,8 @@ class Trainer:
             dropped=dropped,
             tail=one_of(("drop", "short"), tail, "tail"),
         )
-        if self._closed:
-            raise ClosedError("this trainer is closed; make a new one")
+        if self._closed or gone(self._process):
+            raise ClosedError("this trainer is closed, or its process was forked; make a new one")
         if isinstance(self._rank, str) or self._joined:
             raise UsageError("steps are of payloads for a numbered rank, without joined=True")
         if self._shape.out is not None:
@@ -765,10 +766,19 @@ def _close_steps(underway: list[Underway], learned: Learned) -> None:
 
 
 def _end_all(ends: Sequence[Callable[[], object]]) -> None:
-    """End everything that a trainer began, the last one first; what has ended stays so."""
-    with hurry.while_ending(), ExitStack() as stack:
-        for end in ends:
-            stack.callback(end)
+    """End everything that a trainer began, the last one first; what has ended stays so.
+
+    An interrupt leaves the rest to the next call: rings that are closed take no answer to what is consumed.
+    """
+    failed: Exception | None = None
+    with hurry.while_ending():
+        for end in reversed(ends):
+            try:
+                end()
+            except Exception as error:
+                failed = failed or error
+    if failed is not None:
+        raise failed
 
 
 def _end_dropped(process: int, thread: LoopThread, ends: Sequence[Callable[[], object]]) -> None:
