@@ -1,11 +1,12 @@
 """Measure reads over RDMA beside TCP and UCX alone, on this host: time, processor time at both ends, messages.
 
-    python benchmarks/rdma.py [--sizes 64KiB,1MiB] [--seconds 2]     # in the first guest of `make verbs`, for example
+    python benchmarks/rdma.py [--sizes 64KiB,1MiB] [--rounds 5]     # in the first guest of `make verbs`, for example
 
 One ring, one listener process and one client. `read` is of payloads that were written before the clock ran, by ticket
 and without checksums; `take` is of a trainer, with checksums, while a thread beside it writes. The floor is
-native/tests/ucx_floor.cpp on the same UCX. Messages are the SENDs of the device in both directions, which rxe counts:
-bytes of a payload in packets beside them came by RDMA READ, from the slot into the client's memory.
+native/tests/ucx_floor.cpp on the same UCX. In each round every wire and its floor have their turn; medians of the
+rounds, and of their ratios, follow. Messages are the SENDs of the device in both directions, which rxe counts: bytes of
+a payload in packets beside them came by RDMA READ, from the slot into the client's memory.
 """
 
 from __future__ import annotations
@@ -13,12 +14,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import math
 import os
 import resource
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 
@@ -75,42 +80,58 @@ class Used:
         return [now - before for now, before in zip(self._now(), self._before, strict=True)]
 
 
-def row(what: str, size: int, at_once: int, count: int, used: list[float]) -> str:
-    """As it is printed."""
-    spent, here, there, packets, messages = (each / count for each in used)
-    return (
-        f"{what:10} {size:>9} {at_once:>2}  {size / spent / 1e6:8.2f} MB/s {spent * 1e3:8.2f} ms/payload   "
-        f"processor ms/payload: client {here * 1e3:.2f}, listener {there * 1e3:.2f}   "
-        f"packets {packets:.1f}, messages {messages:.1f}   {count} payloads"
-    )
+class Figures(NamedTuple):
+    """Of one way in one round, of each payload: its rate, the processor time at both ends, what the device sent."""
+
+    what: str
+    size: int
+    at_once: int
+    mb_per_s: float
+    client_ms: float
+    listener_ms: float
+    packets: float
+    messages: float
+
+    @classmethod
+    def of(cls, what: str, size: int, at_once: int, count: int, used: list[float]) -> Figures:
+        """What ``count`` payloads took together."""
+        spent, here, there, packets, messages = (each / count for each in used)
+        return cls(what, size, at_once, size / spent / 1e6, here * 1e3, there * 1e3, packets, messages)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.what:10} {self.size:>9} {self.at_once:>2}  {self.mb_per_s:8.2f} MB/s   processor ms/payload: "
+            f"client {self.client_ms:.2f}, listener {self.listener_ms:.2f}   "
+            f"packets {self.packets:.1f}, messages {self.messages:.1f}"
+        )
 
 
-async def read(ring: SharedRingBuffer, wire: Wire, size: int, at_once: int, seconds: float) -> str:
-    """One row: payloads that are there are read by ticket."""
+async def read(ring: SharedRingBuffer, wire: Wire, size: int, at_once: int, seconds: float) -> Figures:
+    """Payloads that are there are read by ticket, ``at_once`` under way."""
     content = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
     total, count = [0.0] * 5, 0
     async with UCXXClient(wire={wire}, verify=False, settings=SETTINGS) as client:
 
-        async def one(ticket: Ticket) -> None:
-            payload = await client.read(ticket)
-            assert payload.wire == wire
-            payload.release()
+        async def some(left: Iterator[Ticket]) -> None:
+            for ticket in left:
+                payload = await client.read(ticket)
+                assert payload.wire == wire
+                payload.release()
 
         warm = True
         while warm or total[0] < seconds:
             # beside the loop, which acknowledges what was read before
-            tickets = [await asyncio.to_thread(ring.write_raw, content, timeout_s=60) for _ in range(BATCH)]
+            tickets = iter([await asyncio.to_thread(ring.write_raw, content, timeout_s=60) for _ in range(BATCH)])
             used = Used(ring)
-            for first in range(0, BATCH, at_once):
-                await asyncio.gather(*(one(ticket) for ticket in tickets[first : first + at_once]))
+            await asyncio.gather(*(some(tickets) for _ in range(at_once)))
             if not warm:
                 total, count = [sum(both) for both in zip(total, used(), strict=True)], count + BATCH
             warm = False
-    return row(f"read {wire}", size, at_once, count, total)
+    return Figures.of(f"read {wire}", size, at_once, count, total)
 
 
-def take(ring: SharedRingBuffer, wire: Wire, size: int, seconds: float) -> str:
-    """One row: a trainer takes batches while they are written."""
+def take(ring: SharedRingBuffer, wire: Wire, size: int, seconds: float) -> Figures:
+    """A trainer takes batches while they are written."""
     content = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
     over, taken = threading.Event(), 0
 
@@ -124,7 +145,7 @@ def take(ring: SharedRingBuffer, wire: Wire, size: int, seconds: float) -> str:
         writing.start()
         used = None
         try:
-            while used is None or used()[0] < seconds:
+            while used is None or not taken or used()[0] < seconds:
                 batch = trainer.take(BATCH // 2, 60)
                 assert batch is not None
                 batch.consume()
@@ -135,19 +156,30 @@ def take(ring: SharedRingBuffer, wire: Wire, size: int, seconds: float) -> str:
         finally:
             over.set()
             writing.join()
-    return row(f"take {wire}", size, BATCH // 2, taken, found)
+    return Figures.of(f"take {wire}", size, BATCH // 2, taken, found)
 
 
-def floor_of(wire: str, size: int, at_once: int, seconds: float) -> str:
-    """UCX alone."""
+def floor_of(wire: str, size: int, at_once: int, seconds: float) -> float:
+    """MB/s of UCX alone; nan where its program cannot be built."""
     case = Case(
         case="ask", peer="ucx_floor", wire=wire, size_bytes=size, concurrency=at_once, checksum=False, payloads=BATCH
     )
     try:
-        found = floor.measure(case, seconds)
+        found = floor.measure(case, seconds).gb_per_s * 1e3
     except MissingDependencyError as missing:
-        return f"floor {wire}: {missing}"
-    return f"floor over {wire:5} {size:>9} {at_once:>2}  {found.gb_per_s * 1e3:8.2f} MB/s   {found.reads} payloads"
+        print(f"floor {wire}: {missing}")
+        return math.nan
+    print(f"floor over {wire:5} {size:>9} {at_once:>2}  {found:8.2f} MB/s", flush=True)
+    return found
+
+
+def beside_floor(rounds: list[tuple[Figures, float]]) -> str:
+    """One line: the medians of one way, and of its share of UCX alone."""
+    found = [each for each, _ in rounds]
+    shares = [each.mb_per_s / alone for each, alone in rounds]
+    medians = (median(column) for column in list(zip(*found, strict=True))[3:])
+    share = f"{median(shares):.2f} of UCX alone ({min(shares):.2f} to {max(shares):.2f})"
+    return f"median of {Figures(*found[0][:3], *medians)}   {share}"
 
 
 def main() -> None:
@@ -155,6 +187,7 @@ def main() -> None:
     parser.add_argument("--sizes", default="64KiB,1MiB,16MiB")
     parser.add_argument("--wires", default="rdma,tcp")
     parser.add_argument("--seconds", type=float, default=2.0)
+    parser.add_argument("--rounds", type=int, default=1)
     options = parser.parse_args()
     wires: list[Wire] = options.wires.split(",")
     for size in parse_sizes(options.sizes):
@@ -163,9 +196,13 @@ def main() -> None:
             UCXXServer(ring, settings=SETTINGS),
         ):
             for at_once in (1, 8):
-                for wire in wires:
-                    print(asyncio.run(read(ring, wire, size, at_once, options.seconds)), flush=True)
-                    print(floor_of(wire, size, at_once, options.seconds), flush=True)
+                rounds: dict[Wire, list[tuple[Figures, float]]] = {wire: [] for wire in wires}
+                for wire in wires * options.rounds:
+                    found = asyncio.run(read(ring, wire, size, at_once, options.seconds))
+                    print(found, flush=True)
+                    rounds[wire].append((found, floor_of(wire, size, at_once, options.seconds)))
+                for each in rounds.values():
+                    print(beside_floor(each), flush=True)
             for wire in wires:
                 print(take(ring, wire, size, options.seconds), flush=True)
 
