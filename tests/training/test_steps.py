@@ -8,7 +8,7 @@ import secrets
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -26,6 +26,7 @@ from transport.errors import ClosedError, ConfigurationError, RankError, SharedM
 from transport.group import end_of, in_group
 from transport.packer.consumed_record import ConsumedRecord
 from transport.store.memory import MemoryStore
+from transport.training import planner
 from transport.training.mesh import Mesh
 from transport.training.planner import Planner
 from transport.training.step_records import StepRecords
@@ -693,6 +694,24 @@ def test_a_planner_that_is_started_again_waits_for_no_lease() -> None:
         assert again.lead() and not before.lead() and not other.lead()
         again.leave()
         assert not before.lead() and other.lead()
+
+
+class Renewing(MemoryStore):
+    """A store that counts how often a planner has renewed its lead."""
+
+    renewed = 0
+
+    def renew(self, versions: Mapping[str, int], lease_s: float) -> set[str]:
+        self.renewed += any(key.endswith("/planner") for key in versions)
+        return super().renew(versions, lease_s)
+
+
+def test_a_planner_that_has_nothing_to_plan_renews_its_lead(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "_RENEW_S", 0.0)
+    with Renewing() as store, trainer_of(prefix, mesh=Mesh(store=store)) as trainer:
+        steps = trainer.steps(1)
+        eventually(lambda: store.renewed > 2)
+        del steps
 
 
 def test_a_mesh_of_several_ranks_needs_a_store(prefix: str) -> None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +34,7 @@ from transport.errors import (
 )
 from transport.ring.packing import views
 from transport.testing import ResourceSnapshot
+from transport.weights import updating
 from transport.weights.engine import WeightsEngine
 from transport.weights.options import EngineOptions
 from transport.weights.plan.admission import AdmissionState
@@ -166,6 +169,22 @@ def test_a_group_build_that_hangs_ends_at_its_limit(shared: Any) -> None:
         await group.serves(old, old, old)
         assert await group.running() == [True] * 3
         assert set(group.manager.admitted.values()) == {old}
+
+    shared(body)
+
+
+def test_the_steps_of_an_update_share_its_time(shared: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = itertools.count(step=3)
+
+    async def body(group: MemberGroup) -> None:
+        old = group.version
+        group.manager._limits = Limits(total=20.0)
+        with monkeypatch.context() as clock:
+            clock.setattr(updating, "time", SimpleNamespace(monotonic=lambda: float(next(now))))
+            with pytest.raises(WeightsTimeoutError) as caught:
+                await group.update()
+        assert caught.value.outcome is not None and caught.value.outcome.steps_s
+        await group.serves(old, old, old)
 
     shared(body)
 

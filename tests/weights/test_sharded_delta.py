@@ -17,7 +17,7 @@ from sharded_job import Job, job
 from weights_engines import engine, transfer
 
 from transport import UCXXClient
-from transport.errors import ProtocolError, WeightsChecksumError
+from transport.errors import ProtocolError, WeightsChecksumError, WeightsError
 from transport.schema import DTYPES, TensorSpec
 from transport.ticket import Ticket
 from transport.weights.manager import WeightUpdate
@@ -201,6 +201,27 @@ async def test_a_rank_that_lacks_the_version_before_makes_the_next_one_whole() -
         assert not (await made.manager.update(V + 4)).delta
         assert (await made.manager.update(V + 5)).delta
         made.serves(V + 5, V + 5)
+
+
+@pytest.mark.ucx
+@asynchronous
+async def test_changes_are_not_made_to_another_version_than_the_one_that_a_rank_has_proven(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with job(1, ["a"], delta=True, in_place=True) as made:
+        await made.manager.update(V)
+        (rank,) = made.ranks
+        joined = rank.engine.init_process_group
+
+        async def joined_with_another(**arguments: Any) -> None:
+            await joined(**arguments)
+            assert rank.engine.held is not None
+            rank.engine.held.proof = VersionProof(V, 1)
+
+        monkeypatch.setattr(rank.engine, "init_process_group", joined_with_another)
+        with pytest.raises(WeightsError):
+            await made.manager.update(V + 1)
+        assert not rank.engine.spoilt
 
 
 @pytest.mark.ucx
