@@ -32,8 +32,9 @@ from transport.settings import Settings
 with (
     open_rings(sys.argv[1]) as queue,
     Rollout(
-        Schema.of(number=("int64",)), rings=queue, drain_s=float(sys.argv[3]), settings=Settings(linger_s=1.0),
-        server=ServerOptions(ports=(0,) * int(sys.argv[4]), addresses=("127.0.0.1",)),
+        Schema.of(number=("int64",)), rings=queue, drain_s=float(sys.argv[3]), server=ServerOptions(
+            ports=(0,) * int(sys.argv[4]), addresses=("127.0.0.1",), settings=Settings(linger_s=1.0),
+        ),
     ) as rollout,
 ):
     for number in range(int(sys.argv[2])):
