@@ -73,7 +73,7 @@ std::uint32_t end(Link& link, nb::handle token, nb::handle row, std::uint32_t ho
                   std::string_view consumer) {
   const BufferView memory(row, false);
   if (memory.size() != sizeof(Taken)) throw nb::value_error("one row");
-  if (how >= kWaysToEnd) throw nb::value_error("an end that no listener accepts");
+  if (!ends_delivery(how)) throw nb::value_error("an end that no listener accepts");
   if (link.next_number() >= kMessageNumbers) throw nb::value_error("the link's message numbers are used up");
   const auto taken = load<Taken>(memory.data());
   return link.end(own(token),

@@ -232,8 +232,8 @@ TEST(what_is_too_old_too_often_claimed_or_late_ends_and_is_logged) {
   CHECK(f.ring->info(late.slot).state == State::free);
   const auto rejected = f.publish();
   claimed = claim(*f.ring, 1);
-  CHECK(f.ring->end(claimed[0].id, Ended::discarded, std::string(300, 'x'), "you"));
-  CHECK(!f.ring->end(claimed[0].id, Ended::discarded, "again"));
+  CHECK(f.ring->end(claimed[0].id, Ended::aged, std::string(300, 'x'), "you"));
+  CHECK(!f.ring->end(claimed[0].id, Ended::aged, "again"));
   CHECK(f.ring->info(rejected.slot).state == State::free);
   const auto failures = f.ring->failures();
   CHECK(failures.size() == 4);

@@ -132,7 +132,7 @@ TEST(a_listener_killed_at_any_point_of_an_end_leaves_one_answer_and_it_is_true) 
       const int entry = taker->open_taker(kToken);
       claimed(*taker);
       fault::set(index_of(point), SIGKILL, 0);
-      taker->end(claim, Ended::discarded, "no use", "trainer", entry);
+      taker->end(claim, Ended::dead, "no use", "trainer", entry);
       fault::set(index_of(point), 0, 0);
       raise(SIGKILL);
     }));

@@ -139,7 +139,7 @@ constexpr std::uint64_t taken_room(std::uint64_t most, std::uint64_t most_bytes,
 // was not looked at, so that its delivery does not count; its `length` is the delay in milliseconds.
 inline constexpr std::uint32_t kUnread = 1;
 inline constexpr std::uint32_t kMostReason = 160, kMostConsumer = 56;  // as a ring's log of failures has room for
-inline constexpr std::uint32_t kWaysToEnd = 3;                         // discarded, dead, aged: see ring/failure_log.hpp
+inline constexpr std::uint32_t kEndsDead = 1, kEndsAged = 2;           // as in ring/failure_log.hpp
 
 // What only the two sides of a connection know: OUTCOME names one that broke, in `key`.
 constexpr std::uint64_t taker_token(std::uint32_t listener_base, std::uint32_t client_base) {
@@ -178,12 +178,14 @@ inline Record record_at(const std::byte* message, std::size_t index) {
   return load<Record>(message + sizeof(Header) + index * sizeof(Record));
 }
 
+inline constexpr bool ends_delivery(std::uint32_t how) { return how == kEndsDead || how == kEndsAged; }
+
 inline std::uint32_t reason_bytes(const Record& end) { return static_cast<std::uint32_t>(end.key); }
 inline std::uint32_t consumer_bytes(const Record& end) { return static_cast<std::uint32_t>(end.key >> 32); }
 
 inline const char* end_fault(const Record& record, std::uint16_t count, std::size_t length) {
   if (count != 1) return "the end of a delivery that does not stand alone";
-  if (record.joined_most >= kWaysToEnd) return "an unknown way to end a delivery";
+  if (!ends_delivery(record.joined_most)) return "an unknown way to end a delivery";
   if (reason_bytes(record) > kMostReason || consumer_bytes(record) > kMostConsumer)
     return "a reason or a name that is too long";
   if (length < sizeof(Header) + sizeof(Record) + reason_bytes(record) + consumer_bytes(record))

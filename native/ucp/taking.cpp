@@ -348,12 +348,12 @@ Code Service::end_untrained(Connection& connection, const Record& record, const 
   Attempt* const attempt = held(connection, record);
   if (attempt == nullptr) return Code::stale;
   handed_over(*attempt);
-  constexpr std::array<Ended, kWaysToEnd> ways{Ended::discarded, Ended::dead, Ended::aged};
+  const Ended how = record.joined_most == kEndsDead ? Ended::dead : Ended::aged;
   const auto* const text = reinterpret_cast<const char*>(texts);
   const std::string reason = one_line({text, reason_bytes(record)});
   const std::string consumer = one_line({text + reason_bytes(record), consumer_bytes(record)});
   const bool accepted = end_claim(*attempt, [&](const ClaimId& claim) {
-    return ring_.end(claim, ways[record.joined_most], reason, consumer, connection.taker_);
+    return ring_.end(claim, how, reason, consumer, connection.taker_);
   });
   end_reads(connection, record);
   return accepted ? Code::accepted : Code::stale;

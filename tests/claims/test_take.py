@@ -32,7 +32,7 @@ from transport.errors import (
 )
 from transport.ticket import Ticket
 from transport.wire import frames
-from transport.wire.frames import Ended, Kind, Record
+from transport.wire.frames import Kind, Record
 
 pytestmark = pytest.mark.ucx
 
@@ -476,7 +476,7 @@ async def taken(client: UCXXClient, stage: Stage, n: int) -> TakenPart:
 
 def end(number: int, ticket: Ticket, *, texts: bytes = b"", **fields: Any) -> bytes:
     """An END message; ``key`` is the lengths of its texts."""
-    record = Record(Kind.END, ticket.slot, ticket.generation, attempts=1)._replace(**fields)
+    record = Record(Kind.END, ticket.slot, ticket.generation, attempts=1, joined_most=frames.DEAD)._replace(**fields)
     return bytes(frame_codec.sealed(frame_codec.encode_control(number, [record]) + texts))
 
 
@@ -499,20 +499,20 @@ async def test_a_connection_whose_demand_brought_nothing_is_freed_when_it_ends(
 
 
 # --- END --------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("how", list(Ended), ids=lambda how: how.name.lower())
+@pytest.mark.parametrize("how", [Verdict.DEAD, Verdict.AGED], ids=lambda how: how.name.lower())
 @asynchronous
 async def test_a_delivery_that_ends_unused_is_counted_and_logged_as_the_ring_itself_does(
-    ring: SharedRingBuffer, how: Ended
+    ring: SharedRingBuffer, how: Verdict
 ) -> None:
     ring.write_raw(b"of no use")
     async with Stage(ring) as stage, remote(wire=TCP) as client:
         batch = await taken(client, stage, 1)
-        assert await ended(batch, Verdict[how.name], "it has no\nreward", "trainer 7") == [True]
-        assert await ended(batch, Verdict[how.name], "again", "trainer 7") == [True]
+        assert await ended(batch, how, "it has no\nreward", "trainer 7") == [True]
+        assert await ended(batch, how, "again", "trainer 7") == [True]
         assert (await consume(batch)).tolist() == [False]
     assert reasons(ring) == [(how.name.lower(), "it has no reward", "trainer 7")]
-    expected = {"dead": {"dead": 1, "retried": 1}, "aged": {"discarded": 1, "aged": 1}}
-    assert counts(ring) == expected.get(how.name.lower(), {"discarded": 1})
+    expected = {Verdict.DEAD: {"dead": 1, "retried": 1}, Verdict.AGED: {"discarded": 1, "aged": 1}}
+    assert counts(ring) == expected[how]
     assert ring.statistics().free == SLOTS
 
 
@@ -527,7 +527,7 @@ async def test_texts_that_are_not_utf8_are_stored_as_one_line_that_can_be_shown(
         peer.send(end(peer.number, ticket, texts=texts, key=2 << 32 | len(texts) - 2))
         [answer] = await peer.status(peer.number)
         assert answer.code == 0
-    assert reasons(ring) == [("discarded", "???? [2J  ok????", "a?")]
+    assert reasons(ring) == [("dead", "???? [2J  ok????", "a?")]
 
 
 @asynchronous
@@ -553,6 +553,7 @@ async def test_a_claim_that_is_given_back_while_its_payload_is_read_leaves_no_pi
     ("count", "fields", "texts"),
     [
         (2, {}, b""),
+        (1, {"joined_most": 0}, b""),
         (1, {"joined_most": 3}, b""),
         (1, {"key": 161}, b"x" * 161),
         (1, {"key": 57 << 32}, b"x" * 57),
@@ -560,7 +561,7 @@ async def test_a_claim_that_is_given_back_while_its_payload_is_read_leaves_no_pi
         (1, {"key": 3 << 32 | 3}, b"xyz12"),
         (1, {"key": (1 << 64) - 1}, b"x" * 400),
     ],
-    ids=["not alone", "unknown way", "long reason", "long name", "short reason", "short name", "lengths"],
+    ids=["not alone", "no way", "unknown way", "long reason", "long name", "short reason", "short name", "lengths"],
 )
 @asynchronous
 async def test_an_end_that_contradicts_itself_closes_that_connection_only(
@@ -570,7 +571,9 @@ async def test_an_end_that_contradicts_itself_closes_that_connection_only(
     async with Stage(ring) as stage:
         other, peer = await stage.connected(), await stage.peer()
         await peer.greet()
-        record = Record(Kind.END, ticket.slot, ticket.generation, attempts=1)._replace(**fields)
+        record = Record(Kind.END, ticket.slot, ticket.generation, attempts=1, joined_most=frames.DEAD)._replace(
+            **fields
+        )
         peer.send(bytes(frame_codec.encode_control(0, [record] * count)) + texts)
         await peer.task
         assert peer.closed
@@ -679,7 +682,7 @@ async def test_an_end_while_the_payload_is_being_sent_frees_the_slot_afterwards(
         assert ring.native.own_pins(ticket.slot) == 1  # UCX is in the slot
         await peer.endpoint.receive(bytearray(1 << 20), frames.tag(peer.base, 1))
         await until(lambda: ring.statistics().free == SLOTS, "the slot is free")
-    assert reasons(ring) == [("discarded", "late", "")]
+    assert reasons(ring) == [("dead", "late", "")]
 
 
 @asynchronous
@@ -690,6 +693,6 @@ async def test_a_claim_of_another_connection_cannot_be_ended(ring: SharedRingBuf
         ring.write_raw(b"its own")
         other = link_of(await taken(stranger, stage, 1))
         strange = ClaimedRows(other, batch.rows, 0, {})
-        strange.end(np.arange(1), End(Verdict.DISCARDED, "not mine", "x"))
+        strange.end(np.arange(1), End(Verdict.DEAD, "not mine", "x"))
         await until(lambda: strange.verdicts.tolist() == [Verdict.REFUSED], "it is refused")
         assert (await consume(batch)).tolist() == [True]

@@ -265,7 +265,7 @@ def anything(rng: random.Random, numbers: list[int]) -> Record:
         return Record(kind, slot=rng.choice(numbers or [0]))
     return Record(
         kind,
-        joined_most=rng.choice((0, 1, 2)) if kind is Kind.END else rng.choice((0, 1)),
+        joined_most=rng.choice((1, 2)) if kind is Kind.END else rng.choice((0, 1)),
         slot=rng.choice((*range(SLOTS), SLOTS, (1 << 32) - 1)),
         generation=rng.choice((1, 1, 2, 3, 0)),
         rank=rng.choice((0, 0, 0, 1, 255)),

@@ -205,7 +205,7 @@ async def test_a_port_that_has_another_ring_by_now_does_not_keep_the_others_from
 
 # --- ends that are not consumption --------------------------------------------------------------------
 @pytest.mark.nightly(keep=1)
-@pytest.mark.parametrize("how", [Verdict.DISCARDED, Verdict.DEAD, Verdict.AGED], ids=lambda how: how.name.lower())
+@pytest.mark.parametrize("how", [Verdict.DEAD, Verdict.AGED], ids=lambda how: how.name.lower())
 @asynchronous
 async def test_an_end_that_was_done_before_its_listener_was_killed_is_told_by_another_port(
     ring: SharedRingBuffer, how: Verdict
@@ -225,7 +225,7 @@ async def test_an_end_that_a_killed_listener_had_not_seen_is_refused_and_the_pay
 ) -> None:
     async with taken(ring, settings=settings_with(read_timeout_s=0.5)) as of:
         with stopped(ring, of.first):
-            assert await ended(of.batch, Verdict.DISCARDED, "no use", "trainer 0") == [False]
+            assert await ended(of.batch, Verdict.DEAD, "no use", "trainer 0") == [False]
         await comes_again(of)
         assert ring.native.failures() == []
 
@@ -267,7 +267,7 @@ async def test_a_listener_that_stopped_with_a_full_window_of_unanswered_ends_kee
                     if then == "finish":
                         assert (await consume(second)).tolist() == [False]
                     else:
-                        assert await ended(second, Verdict.DISCARDED) == [False]
+                        assert await ended(second, Verdict.DEAD) == [False]
                 assert link.lost
             finally:
                 os.kill(stopped, signal.SIGCONT)

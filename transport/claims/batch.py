@@ -1,6 +1,6 @@
 """The claims of the payloads that one TAKE brought, and what became of each.
 
-OPEN ──asked──► ASKED ──answered──► CONSUMED, GIVEN_BACK, DISCARDED, DEAD, AGED, REFUSED
+OPEN ──asked──► ASKED ──answered──► CONSUMED, GIVEN_BACK, DEAD, AGED, REFUSED
                   └──the ring is out of reach──► IN_QUESTION ──consumed again──► ASKED
 """
 
@@ -41,9 +41,8 @@ class Verdict(enum.IntEnum):
     CONSUMED = 3  # this one and those after it are ends
     REFUSED = 4  # it had ended before
     GIVEN_BACK = 5
-    DISCARDED = 6
-    DEAD = 7
-    AGED = 8
+    DEAD = 6
+    AGED = 7
 
 
 class End(msgspec.Struct, frozen=True):

@@ -70,7 +70,7 @@ from transport.settings import Settings
 from transport.ticket import NO_SCHEMA
 from transport.wire import frames
 from transport.wire.addresses import host_port
-from transport.wire.frames import Ended, Kind, Record
+from transport.wire.frames import Kind, Record
 from transport.wire.joining import address_of, of_this_host
 from transport.wire.library import engine
 
@@ -89,7 +89,7 @@ _WRITTEN: Final = frames.WRITTEN
 # Before Python 3.12 each look at a member of an enumeration is a call.
 _CONSUMED, _GIVEN_BACK, _FINISH, _GIVE_BACK = Verdict.CONSUMED, Verdict.GIVEN_BACK, Kind.FINISH, Kind.GIVE_BACK
 _MANY: Final = (Verdict.CONSUMED, Verdict.GIVEN_BACK)  # in one message
-_ENDINGS: Final = {Verdict.DISCARDED: Ended.DISCARDED, Verdict.DEAD: Ended.DEAD, Verdict.AGED: Ended.AGED}
+_ENDINGS: Final = {Verdict.DEAD: frames.DEAD, Verdict.AGED: frames.AGED}
 
 
 class ClaimConnection:

@@ -58,7 +58,7 @@ import enum
 import secrets
 import struct
 from collections.abc import Container
-from typing import Annotated, NamedTuple, TypeVar
+from typing import Annotated, Final, NamedTuple, TypeVar
 
 import msgspec
 
@@ -102,13 +102,8 @@ class Kind(enum.IntEnum):
     READ_RANGE = 0x2C
 
 
-class Ended(enum.IntEnum):
-    """How an END ends a delivery; as the ring's log of failures has it."""
-
-    DISCARDED = 0
-    DEAD = 1
-    AGED = 2
-
+DEAD: Final = 1  # how an END ends a delivery, as the ring's log of failures has it
+AGED: Final = 2
 
 _PREFIX = struct.Struct("<BBHI")  # version, kind, reserved, body length
 PREFIX_BYTES = _PREFIX.size
