@@ -20,6 +20,7 @@ import contextlib
 import itertools
 import logging
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from functools import partial
@@ -513,6 +514,15 @@ class ClaimConnections:
             self._loop.add_reader(self._dropped.fileno(), self._return_dropped)
         self._open.add(connection)
         return connection
+
+    def healthiest(self, ports: Sequence[PortKey]) -> PortKey:
+        """Return the first of these ports that is healthy for reads and claims, else whose quarantine ends soonest."""
+        return self._all.quarantine.best(ports, time.monotonic())
+
+    def failed(self, connection: ClaimConnection, error: TransportError) -> None:
+        """Note for reads and claims what a connection has failed with, unless it was closed for another one's sake."""
+        if not connection.link.given_up:
+            self._all.failed(connection.ring, connection.link.port, error)
 
     def leave(self, connection: ClaimConnection) -> None:
         """End a connection, and every claim of it. Idempotent."""

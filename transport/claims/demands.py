@@ -24,6 +24,7 @@ from transport.claims.taken_part import TakenPart
 from transport.claims.takers import Ask, CancelDemand, Close, Open, Takers
 from transport.errors import (
     BusyError,
+    ConnectionLostError,
     InternalError,
     RingEndedError,
     TransportError,
@@ -173,6 +174,7 @@ class Demands:
             look_at, self._looked = float("inf"), now
             for name, link in list(self._connected.items()):
                 if not link.link.native.alive:
+                    self._all.failed(link, ConnectionLostError(f"{link!r}: its connection is gone"))
                     self._lose(name, link)
         for action in self._takers.step(now):
             match action:
@@ -215,7 +217,7 @@ class Demands:
                     "TRANSPORT_ADDRESSES for its rollout to an address that other hosts reach"
                 )
             at = ports.index(known.port) + 1 if known.port in ports else 0
-            known.port = address, port = ports[at % len(ports)]
+            known.port = address, port = self._all.healthiest([*ports[at:], *ports[:at]])
             link = await self._all.open(known.port, place.segment)
             # At an address whatever is served there will do, but at a port that a ring has named only that ring.
             if link.ring != ring and (place.ring or port not in place.ports):
@@ -302,6 +304,8 @@ class Demands:
 
     def _failed(self, name: str, link: ClaimConnection, error: BaseException) -> None:
         """A demand was not made, or has no answer that brings anything."""
+        if isinstance(error, TransportError) and not self._closed:
+            self._all.failed(link, error)
         match error:
             case RingEndedError():
                 self.ended[link.ring] = True

@@ -256,7 +256,12 @@ class Links:
         shared memory is used. RingNotFoundError if the segment has gone.
         """
         near = segment is None or (segment != "" and shares_memory(segment, seen=True))
-        link = await self._connect(port, ring, near)
+        try:
+            link = await self._connect(port, ring, near)
+        except TransportError as error:
+            self.failed(ring, port, error)
+            raise
+        self.routes.succeeded(link.ring, port)  # a handshake is an answer
         self._check_wire(port, link)
         return link
 
