@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transport.claims.rings import FoundRings
     from transport.client.blocking import BlockingClient
     from transport.client.client import UCXXClient
-    from transport.client.payload import ReadOutcome, ReceivedPayload
+    from transport.client.payload import Payload, ReadOutcome
     from transport.errors import StaleSlotError, TransportError
     from transport.packer.mixin import UCXXDataPackerMixin
     from transport.packer.options import ClientOptions, RingOptions, ServerOptions
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from transport.ticket import Ticket
     from transport.training.batch import Batch
     from transport.training.mesh import Mesh
-    from transport.training.payloads import Payload
     from transport.training.trainer import Trainer
 
 _HOMES = {
@@ -44,9 +43,8 @@ _HOMES = {
     "FoundRings": "claims.rings",
     "Mesh": "training.mesh",
     "Optional": "schema",
-    "Payload": "training.payloads",
+    "Payload": "client.payload",
     "ReadOutcome": "client.payload",
-    "ReceivedPayload": "client.payload",
     "RingOptions": "packer.options",
     "Rollout": "packer.rollout",
     "Schema": "schema",
@@ -79,7 +77,6 @@ __all__ = [  # noqa: RUF022  # in the order in which a user meets them
     "UCXXClient",
     "BlockingClient",
     "ReadOutcome",
-    "ReceivedPayload",
     "Rollout",
     "Trainer",
     "Batch",

@@ -20,7 +20,7 @@ from mapped_views import look, states, view
 
 from transport import BlockingClient, SharedRingBuffer, Ticket, UCXXClient
 from transport.client.mapped import MappedRings
-from transport.client.payload import ReceivedPayload
+from transport.client.payload import ReadPayload
 from transport.errors import ClosedError, RankError, StaleSlotError, WrongKeyError
 
 
@@ -180,7 +180,7 @@ def test_views_take_at_most_their_share_of_the_slots(
 def test_arrays_of_a_view_cannot_be_made_writable(ring: SharedRingBuffer, mapped: MappedRings) -> None:
     ticket = ring.write_raw(noise(100))
     made = view(mapped, ticket)
-    payload = ReceivedPayload(ticket, 0, "mapped", made, ticket.schema, lambda: True)
+    payload = ReadPayload(ticket, 0, "mapped", made, ticket.schema, lambda: True)
     assert memoryview(made).readonly
     for array in (look(made), payload.data, payload["data"], payload["data"][3:].view()):
         assert not array.flags.writeable

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from helpers import asynchronous, until
 
-from transport.client.payload import ReceivedPayload
+from transport.client.payload import ReadPayload
 from transport.devices import completions as completions_module
 from transport.devices.buffers import Block, BufferPool
 from transport.devices.completions import Completions
@@ -237,7 +237,7 @@ def address(buffer: np.ndarray) -> int:
     return int(buffer.__array_interface__["data"][0])
 
 
-def received(lent: Any) -> ReceivedPayload:
+def received(lent: Any) -> ReadPayload:
     ticket = Ticket(
         ring="0" * 32,
         host="host",
@@ -250,7 +250,7 @@ def received(lent: Any) -> ReceivedPayload:
         schema_fingerprint=SCHEMA.fingerprint,
         created=0.0,
     )
-    return ReceivedPayload(ticket, 0, "tcp", lent, SCHEMA, lambda: True)
+    return ReadPayload(ticket, 0, "tcp", lent, SCHEMA, lambda: True)
 
 
 def payload_array(lent: Any) -> np.ndarray:
@@ -287,7 +287,7 @@ LOOKS: dict[str, Callable[[np.ndarray], Any]] = {
     "arrays of payload.views": lambda lent: views(SCHEMA.layout(()), lent, writable=False)["obs"],
     "a slice of payload.views": lambda lent: views(SCHEMA.layout(()), lent, writable=True)["obs"][3, :],
     "a destination": lambda lent: check_destination(lent, 100),
-    "an array of a released ReceivedPayload": payload_array,
+    "an array of a released ReadPayload": payload_array,
 }
 
 # What looks into the block itself.
@@ -303,9 +303,9 @@ LOOKS_OF_BLOCK: dict[str, Callable[[Block], Any]] = {
     "PickleBuffer": pickle.PickleBuffer,
     "arrays of payload.views": lambda block: views(SCHEMA.layout(()), block, writable=False)["obs"],
     "a destination": lambda block: check_destination(block, 100),
-    "a ReceivedPayload": lambda block: received(block),
-    "the data of a ReceivedPayload": lambda block: received(block).data,
-    "an array of a released ReceivedPayload": lambda block: payload_array(block),
+    "a ReadPayload": lambda block: received(block),
+    "the data of a ReadPayload": lambda block: received(block).data,
+    "an array of a released ReadPayload": lambda block: payload_array(block),
 }
 
 

@@ -368,7 +368,7 @@ def test_a_parent_without_a_reader_for_a_rank_by_which_its_child_was_not_read_is
 _DIES = """
 import os, signal, sys
 from transport import BlockingClient, Schema
-from transport.client.payload import ReceivedPayload
+from transport.client.payload import ReadPayload
 from transport.joined import read_joined
 import msgspec
 
@@ -376,7 +376,7 @@ schemas = [Schema.from_json(each) for each in msgspec.json.decode(sys.argv[2], t
 client = BlockingClient(schemas=schemas, wire={"mapped"}, ack="manual")
 payload = read_joined(client, sys.argv[1])
 left = int(sys.argv[3])
-ack = ReceivedPayload.ack
+ack = ReadPayload.ack
 
 def counted(self):
     global left
@@ -386,7 +386,7 @@ def counted(self):
         left -= 1
     return ack(self)
 
-ReceivedPayload.ack = counted
+ReadPayload.ack = counted
 payload.ack()
 """
 

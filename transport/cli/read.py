@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from transport.client.client import WirePolicy
-    from transport.client.payload import ReceivedPayload
+    from transport.client.payload import Payload
     from transport.schema import Schema
     from transport.ticket import Ticket
     from transport.wires import Wire
@@ -102,7 +102,7 @@ def _schema(path: Path) -> Schema:
     return Schema.from_json(path.read_bytes())
 
 
-def _as_bytes(payload: ReceivedPayload, arrays: Mapping[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
+def _as_bytes(payload: Payload, arrays: Mapping[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
     """The arrays, and the bytes of what is none."""
     places = {each.name: slice(each.offset, each.offset + each.nbytes) for each in payload.layout().placements}
     kinds = payload.schema.kinds if payload.schema else {}
@@ -110,7 +110,7 @@ def _as_bytes(payload: ReceivedPayload, arrays: Mapping[str, Any]) -> dict[str, 
     return {name: payload.data[places[name]] if name in kinds else array for name, array in there.items()}
 
 
-def _arrays(payload: ReceivedPayload) -> dict[str, Any]:
+def _arrays(payload: Payload) -> dict[str, Any]:
     from transport.errors import SchemaError
 
     try:
@@ -138,7 +138,7 @@ def _save(arrays: Mapping[str, np.ndarray[Any, Any]], path: Path) -> None:
         raise
 
 
-def _description(payload: ReceivedPayload, arrays: Mapping[str, Any]) -> dict[str, Any]:
+def _description(payload: Payload, arrays: Mapping[str, Any]) -> dict[str, Any]:
     ticket = payload.ticket
     kinds = payload.schema.kinds if payload.schema else {}
     return {
@@ -163,7 +163,7 @@ def _description(payload: ReceivedPayload, arrays: Mapping[str, Any]) -> dict[st
     }
 
 
-def _table(payload: ReceivedPayload, arrays: Mapping[str, Any], out: Path | None) -> str:
+def _table(payload: Payload, arrays: Mapping[str, Any], out: Path | None) -> str:
     head = f"payload {payload.ticket.name}: {payload.ticket.size} bytes by {payload.wire}"
     rows = [("array", "dtype", "shape", "first values"), *(_row(*each) for each in arrays.items())]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]

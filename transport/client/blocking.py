@@ -9,7 +9,7 @@ from typing import Any, Concatenate, NoReturn, ParamSpec, Self, TypeVar
 from transport.client.client import UCXXClient, WirePolicy
 from transport.client.connections.warming import CONCURRENCY
 from transport.client.device_reads import DeviceReceive, target_of
-from transport.client.payload import AckMode, ClientStatistics, ReadOutcome, ReceivedPayload
+from transport.client.payload import AckMode, ClientStatistics, Payload, ReadOutcome
 from transport.errors import UsageError
 from transport.runtime.loop_thread import LoopThread
 from transport.schema import Schema
@@ -87,7 +87,7 @@ class BlockingClient:
         timeout: float | None = None,
         fields: Sequence[str] | None = None,
         ack: AckMode | None = None,
-    ) -> ReceivedPayload:
+    ) -> Payload:
         """See `UCXXClient.read`. For `out` in device memory the current stream of this thread is used."""
         ticket = Ticket.of(ticket)
         target = None if out is None else target_of(out, ticket.size, elsewhere=True)

@@ -24,7 +24,7 @@ from transport.client.connections.warming import CONCURRENCY, Warming, WarmUpTar
 from transport.client.deliveries import Deliveries
 from transport.client.device_reads import DeviceReads, DeviceReceive
 from transport.client.mapped import MappedRings
-from transport.client.payload import AckMode, ClientStatistics, ReadOutcome, ReceivedPayload
+from transport.client.payload import AckMode, ClientStatistics, Payload, ReadOutcome
 from transport.client.reading import Reads
 from transport.client.status_socket import StatusSocket
 from transport.devices.buffers import BufferPool
@@ -166,7 +166,7 @@ class UCXXClient:
         timeout: float | None = None,
         fields: Sequence[str] | None = None,
         ack: AckMode | None = None,
-    ) -> ReceivedPayload:
+    ) -> Payload:
         """Fetch one payload.
 
         Args:
@@ -238,7 +238,7 @@ class UCXXClient:
         """Whether the policy lets anything but the mapping carry payloads."""
         return self._wires is None or bool(self._wires - {"mapped"})
 
-    def hand_in(self, ticket: Ticket, rank: int, wire: Wire, data: Any) -> ReceivedPayload:
+    def hand_in(self, ticket: Ticket, rank: int, wire: Wire, data: Any) -> Payload:
         """A payload that came without a read, as `read` returns it. Its claim's end is its acknowledgement."""
         if self._device_reads.always:
             data = self._device_reads.from_host(memoryview(data))

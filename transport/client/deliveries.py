@@ -1,4 +1,4 @@
-"""Makes `ReceivedPayload` objects from read bytes: counts them, finds their schema, sends their acknowledgements.
+"""Makes `Payload` objects from read bytes: counts them, finds their schema, sends their acknowledgements.
 
     mapped      the bytes are in a slot of this host, or were copied out of it
     received    they came over a wire and are verified
@@ -20,7 +20,7 @@ from transport.client.connections.acknowledgements import Ack
 from transport.client.connections.links import Links
 from transport.client.connections.pool import PortKey
 from transport.client.device_reads import DevicePayload
-from transport.client.payload import AckMode, ReadOutcome, ReceivedPayload
+from transport.client.payload import AckMode, Payload, ReadOutcome, ReadPayload
 from transport.devices.targets import Target
 from transport.errors import ClosedError, SchemaError, StaleSlotError, TransportError
 from transport.ring.buffer import SharedRingBuffer
@@ -70,7 +70,7 @@ class Deliveries:
 
     def mapped(
         self, ring: SharedRingBuffer, ticket: Ticket, rank: int, data: Any, part: PayloadPart | None = None
-    ) -> ReceivedPayload:
+    ) -> Payload:
         """The payload of a ring of this host: ``data`` is a view of its slot, a copy, or device memory.
 
         ``part``: its fields that are wanted; in host memory they lie where the whole payload has them.
@@ -80,14 +80,14 @@ class Deliveries:
 
     def received(
         self, ticket: Ticket, rank: int, wire: Wire, via: PortKey, data: Any, part: PayloadPart | None = None
-    ) -> ReceivedPayload:
+    ) -> Payload:
         """The payload that came through port ``via`` into ``data``: a buffer, the caller's `out`, or a `Target`.
 
         ``part``: its fields that are wanted, which came alone.
         """
         return self._made(ticket, rank, wire, data, partial(self.acknowledge, ticket, rank, via), part)
 
-    def handed_in(self, ticket: Ticket, rank: int, wire: Wire, data: Any) -> ReceivedPayload:
+    def handed_in(self, ticket: Ticket, rank: int, wire: Wire, data: Any) -> Payload:
         """A payload that was taken together with its claim: the holder of the claim acknowledges by ending it."""
         return self._made(ticket, rank, wire, data, lambda: True)
 
@@ -101,7 +101,7 @@ class Deliveries:
         part: PayloadPart | None = None,
         *,
         inside: bool = False,
-    ) -> ReceivedPayload:
+    ) -> Payload:
         schema, layout, size = None, None, ticket.size
         if part is None:
             schema = self.schema_of(ticket)
@@ -110,11 +110,11 @@ class Deliveries:
             size = size if wire == "mapped" else part.nbytes
         self.reads += 1
         self.bytes_by_wire[wire] = self.bytes_by_wire.get(wire, 0) + size
-        make = DevicePayload if type(data) is Target else ReceivedPayload
+        make = DevicePayload if type(data) is Target else ReadPayload
         return make(ticket, rank, wire, data, schema, acknowledge, layout=layout)
 
     # --- acknowledgements ---------------------------------------------------------------------------
-    def hand_over(self, payload: ReceivedPayload, out: Any = None, ack: AckMode | None = None) -> ReceivedPayload:
+    def hand_over(self, payload: Payload, out: Any = None, ack: AckMode | None = None) -> Payload:
         """Return the payload to the caller; called where nothing can fail between this and the caller.
 
         With ack="on_arrival" it is acknowledged here: one that was fetched ahead and never returned is not consumed.

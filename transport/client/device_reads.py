@@ -5,7 +5,7 @@
     direct   UCX ──► device, once the caller's stream has finished its work on that memory
 
 A read returns when the copy is queued. Work on the same stream runs after the copy, and access through
-`ReceivedPayload` makes other streams wait for it. Only `direct` waits for the device, because no stream orders UCX's
+`Payload` makes other streams wait for it. Only `direct` waits for the device, because no stream orders UCX's
 writes.
 """
 
@@ -15,14 +15,14 @@ import asyncio
 import contextlib
 import copy
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Final, Literal, TypeVar
 
 import numpy as np
 
 from transport import _ring
-from transport.client.payload import ReceivedPayload, no_field
+from transport.client.payload import ReadPayload, no_field
 from transport.client.retry import Deadline
 from transport.devices.arrays import kind_of, to_host
 from transport.devices.completions import Completions
@@ -54,7 +54,7 @@ DeviceReceive = Literal["staged", "direct"]
 _DIRECT_BYTES: Final = 256 << 10
 
 
-class DevicePayload(ReceivedPayload):
+class DevicePayload(ReadPayload):
     """One payload in device memory: its arrays are CuPy's or torch's, by the library that owns the memory.
 
     Work that the current stream does after an access to them runs after the payload's arrival. The arrays are writable,
@@ -84,13 +84,12 @@ class DevicePayload(ReceivedPayload):
         return data
 
     @property
-    def arrays(self) -> dict[str, Any]:
-        """Tensors by name, without a copy. Raises as for host memory; for a dtype that the library lacks, too.
+    def fields(self) -> Mapping[str, Any]:
+        """All fields by name: the payload itself. Raises as for host memory; for a dtype the library lacks, too.
 
         Text, bytes and values are copied to the host and decoded there.
         """
-        data = self.data
-        return {each.name: self._tensor(data, each) for each in self.layout().placements}
+        return self
 
     def _tensor(self, data: Any, placement: Placement) -> Any:
         if placement.absent:

@@ -1,8 +1,9 @@
-"""A received payload: its arrays, and how to acknowledge and release it."""
+"""A payload in hand: its fields, and how to acknowledge and release it."""
 
 from __future__ import annotations
 
 import copy
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self
@@ -12,7 +13,7 @@ import numpy as np
 
 from transport._ring import Loan
 from transport.devices.buffers import Block
-from transport.errors import ClosedError, SchemaError, TransportError
+from transport.errors import ClosedError, SchemaError, TransportError, UsageError
 from transport.ring.packing import decoded_views
 from transport.schema import Layout, Schema
 from transport.ticket import Ticket
@@ -21,34 +22,144 @@ from transport.wires import Wire
 AckMode = Literal["on_arrival", "on_consumed", "manual"]
 
 
-class ReceivedPayload(Mapping[str, Any]):
-    """One payload in this process's memory; a mapping from tensor names to read-only arrays.
+class Payload(Mapping[str, Any]):
+    """One payload in this process's memory: a read-only mapping from field names to arrays, text, bytes and values.
 
-    A field that is text is a str, bytes are bytes, and a value is what was written; each is made when it is first
-    looked at, and `PayloadDamagedError` says that its bytes are none.
+    It comes with a batch (`Batch.payloads`), or by a read of its ticket (`UCXXClient.read`, a `ReadPayload`). Text is a
+    str, bytes are bytes, and a value is what was written; each is made when somebody looks, and `PayloadDamagedError`
+    says that its bytes are none.
 
-    The arrays own their memory: a pooled buffer is returned, and a mapped slot unpinned, when the last array is
-    released. `release` only drops this object's own references. A payload in device memory is a `DevicePayload`.
-    `copy.copy`, `copy.deepcopy` and `pickle` make a dict of arrays and values of it, with memory of their own.
+    The arrays keep their memory: a pooled buffer is returned, and a slot of a mapped ring is free, when the last array
+    is released. `copy.copy`, `copy.deepcopy` and `pickle` make a dict of arrays and values of it, with memory of their
+    own.
+    """
+
+    __slots__ = ("__weakref__",)
+
+    # --- its source knows ---------------------------------------------------------------------------
+    @property
+    @abstractmethod
+    def ticket(self) -> Ticket:
+        """The payload's ticket."""
+
+    @property
+    @abstractmethod
+    def rank(self) -> int:
+        """Reader rank of this delivery."""
+
+    @property
+    @abstractmethod
+    def wire(self) -> Wire:
+        """The wire that carried the bytes: mapped, shm, tcp, rdma or cuda."""
+
+    @property
+    @abstractmethod
+    def data(self) -> Any:
+        """The payload's bytes, a uint8 array. Raises ClosedError when they are not held any more."""
+
+    @property
+    @abstractmethod
+    def schema(self) -> Schema | None:
+        """Schema of the fields; None: the ticket brings none, and its reader was not given the ring's."""
+
+    @property
+    @abstractmethod
+    def fields(self) -> Mapping[str, Any]:
+        """All fields by name, without a copy, read-only. Raises SchemaError where nothing describes them."""
+
+    # --- the same for all ---------------------------------------------------------------------------
+    def __repr__(self) -> str:
+        return f"<Payload {self.name} rank {self.rank}, {self.nbytes} bytes by {self.wire}>"
+
+    @property
+    def name(self) -> str:
+        """``ring/slot/generation``, as logs and `transport queue` have it."""
+        return self.ticket.id
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """The writer's own small values."""
+        return self.ticket.users_metadata
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the payload, with the gaps between tensors."""
+        return self.ticket.size
+
+    def layout(self) -> Layout:
+        """Return where each field stands in `data`. Raises SchemaError where nothing describes the payload."""
+        if undescribed := self.undescribed:
+            raise SchemaError(undescribed)
+        return self.ticket.layout(self.schema)
+
+    @property
+    def undescribed(self) -> str:
+        """Why `fields` cannot be had; "": they can."""
+        ticket = self.ticket
+        if self.schema is not None or ticket.bare:
+            return ""
+        return (
+            f"payload {ticket.name} has schema {ticket.schema_fingerprint}, which this client does not know; "
+            "make the client with schemas=[schema]"
+        )
+
+    def __getitem__(self, name: str) -> Any:
+        fields = self.fields
+        if name not in fields:
+            raise no_field(name, self)
+        return fields[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.fields)
+
+    def __len__(self) -> int:
+        return len(self.fields)
+
+    # --- its end ------------------------------------------------------------------------------------
+    @property
+    def acknowledged(self) -> bool:
+        """Whether it was acknowledged through this object."""
+        return False
+
+    def ack(self) -> bool:
+        """Acknowledge: this rank has consumed the payload, and its slot may be reused. False: acknowledged before.
+
+        Raises UsageError for a payload of a batch, which ends with it.
+        """
+        raise UsageError(f"payload {self.name} came with a batch, and ends with that: batch.consume()")
+
+    def release(self) -> None:
+        """Drop the references to the memory. Arrays that the caller holds stay valid. Idempotent."""
+
+    def __reduce__(self) -> tuple[Callable[..., dict[str, Any]], tuple[dict[str, Any]]]:
+        """For `copy` and `pickle`: a dict of arrays and values with memory of their own. The right to ack stays."""
+        return dict, ({name: self._copied(array) for name, array in self.items()},)
+
+    @staticmethod
+    def _copied(array: Any) -> Any:
+        return np.array(array) if isinstance(array, np.ndarray) else copy.deepcopy(array)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+        if kind is None:
+            self.ack()
+        self.release()
+
+
+class ReadPayload(Payload):
+    """A payload that was read by its ticket. One in device memory is a `DevicePayload`.
 
     Attributes:
         ticket: the ticket that was read; its metadata are the writer's small values.
-        rank: the reader rank this delivery is for.
-        wire: the wire that carried the bytes: mapped, shm, tcp, rdma or cuda.
-        data: the bytes (a uint8 array), or the caller's `out`. Of some fields only: what `layout` describes.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_acknowledge",
-        "_arrays",
-        "_data",
-        "_layout",
-        "_schema",
-        "rank",
-        "ticket",
-        "wire",
-    )
+    __slots__ = ("_acknowledge", "_data", "_fields", "_layout", "_schema", "rank", "ticket", "wire")
+
+    ticket: Ticket
+    rank: int
+    wire: Wire
 
     def __init__(
         self,
@@ -62,16 +173,16 @@ class ReceivedPayload(Mapping[str, Any]):
     ) -> None:
         self.ticket = ticket
         self.rank = rank
-        self.wire: Wire = wire
+        self.wire = wire
         self._data: Any = data
-        self._arrays: Mapping[str, Any] | None = None
+        self._fields: Mapping[str, Any] | None = None
         self._schema = schema
         self._layout = layout  # of some fields only; otherwise it is made when it is asked for
         self._acknowledge: Callable[[], bool] | None = acknowledge  # it keeps the ring: forgotten once called
 
     def __repr__(self) -> str:
         state = "released" if self._data is None else "acknowledged" if self.acknowledged else "not acknowledged"
-        return f"<ReceivedPayload {self.ticket.name} rank {self.rank} {self.ticket.size} bytes by {self.wire}, {state}>"
+        return f"<Payload {self.ticket.name} rank {self.rank} {self.ticket.size} bytes by {self.wire}, {state}>"
 
     @property
     def acknowledged(self) -> bool:
@@ -79,18 +190,8 @@ class ReceivedPayload(Mapping[str, Any]):
         return self._acknowledge is None
 
     @property
-    def metadata(self) -> dict[str, Any]:
-        """The writer's own small values."""
-        return self.ticket.users_metadata
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the payload, with the gaps between tensors."""
-        return self.ticket.size
-
-    @property
     def data(self) -> Any:
-        """The payload's bytes. Raises ClosedError after release."""
+        """The payload's bytes, or the caller's `out`; of some fields only: what `layout` describes."""
         data = self._data
         if data is None:
             raise ClosedError(f"payload {self.ticket.name} was released")
@@ -99,54 +200,23 @@ class ReceivedPayload(Mapping[str, Any]):
         return data
 
     @property
-    def arrays(self) -> Mapping[str, Any]:
-        """Tensors by name, without a copy, read-only.
-
-        Raises SchemaError when the ticket brings no description and the client was not given the ring's schema.
-        """
-        arrays = self._arrays
-        if arrays is not None:
-            return arrays
-        layout = self.layout()
-        if self._data is None:
-            raise ClosedError(f"payload {self.ticket.name} was released")
-        arrays = self._arrays = decoded_views(layout, self._data, self._schema.kinds if self._schema else {})
-        return arrays
+    def fields(self) -> Mapping[str, Any]:
+        """All fields that were read, by name. SchemaError: neither ticket nor client has a description."""
+        if (fields := self._fields) is None:
+            layout = self.layout()
+            if self._data is None:
+                raise ClosedError(f"payload {self.ticket.name} was released")
+            fields = self._fields = decoded_views(layout, self._data, self._schema.kinds if self._schema else {})
+        return fields
 
     @property
     def schema(self) -> Schema | None:
-        """Of its tensors; None: the ticket brings none, and the client was not given the ring's."""
+        """Schema of the fields; None: the ticket brings none, and the client was not given the ring's."""
         return self._schema
 
     def layout(self) -> Layout:
-        """Where each tensor stands in `data`. Raises SchemaError as `arrays` does."""
-        if self._layout is not None:
-            return self._layout
-        if undescribed := self.undescribed:
-            raise SchemaError(undescribed)
-        return self.ticket.layout(self._schema)
-
-    @property
-    def undescribed(self) -> str:
-        """Why `arrays` cannot be had; "": they can."""
-        if self._schema is not None or self._layout is not None:
-            return ""
-        return (
-            f"payload {self.ticket.name} has schema {self.ticket.schema_fingerprint}, which this client does not know; "
-            "make the client with schemas=[schema]"
-        )
-
-    def __getitem__(self, name: str) -> Any:
-        arrays = self.arrays
-        if name not in arrays:
-            raise no_field(name, self)
-        return arrays[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.arrays)
-
-    def __len__(self) -> int:
-        return len(self.arrays)
+        """Return where each field that was read stands in `data`. Raises SchemaError as `fields` does."""
+        return super().layout() if self._layout is None else self._layout
 
     def ack(self) -> bool:
         """Acknowledge: this rank has consumed the payload, and its slot may be reused. False: acknowledged before."""
@@ -159,23 +229,7 @@ class ReceivedPayload(Mapping[str, Any]):
     def release(self) -> None:
         """Drop the references to the memory. Arrays that the caller holds stay valid. Idempotent."""
         self._data = None
-        self._arrays = None
-
-    def __reduce__(self) -> tuple[Callable[..., dict[str, Any]], tuple[dict[str, Any]]]:
-        """For `copy` and `pickle`: a dict of arrays and values with memory of their own. The right to ack stays."""
-        return dict, ({name: self._copied(array) for name, array in self.arrays.items()},)
-
-    @staticmethod
-    def _copied(array: Any) -> Any:
-        return np.array(array) if isinstance(array, np.ndarray) else copy.deepcopy(array)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
-        if kind is None:
-            self.ack()
-        self.release()
+        self._fields = None
 
 
 def no_field(name: str, fields: Iterable[str]) -> KeyError:
@@ -192,7 +246,7 @@ class ReadOutcome(NamedTuple):
 
     index: int  # type: ignore[assignment]  # a tuple has a method of this name
     ticket: Ticket
-    payload: ReceivedPayload | None
+    payload: Payload | None
     error: TransportError | None
 
 

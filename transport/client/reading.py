@@ -22,7 +22,7 @@ from transport.client.connections.warming import CONCURRENCY
 from transport.client.deliveries import Deliveries, bare
 from transport.client.device_reads import DeviceReads
 from transport.client.mapped import MappedRings
-from transport.client.payload import ReadOutcome, ReceivedPayload
+from transport.client.payload import Payload, ReadOutcome
 from transport.client.retry import Deadline
 from transport.devices.buffers import Block, BufferPool, is_short_of_memory
 from transport.devices.targets import Target
@@ -90,7 +90,7 @@ class Reads:
         rank: int = 0,
         timeout: float | None = None,
         fields: Sequence[str] | None = None,
-    ) -> ReceivedPayload:
+    ) -> Payload:
         """`UCXXClient.read`, but for handing it over."""
         self._check_open()
         ticket = Ticket.of(ticket)
@@ -108,14 +108,14 @@ class Reads:
         *,
         spent: bool = False,
         fields: tuple[str, ...] | None = None,
-    ) -> Awaitable[ReceivedPayload]:
+    ) -> Awaitable[Payload]:
         """`one` with a deadline. ``spent``: one attempt was made already."""
         read = self._read_here if self._finder is None else self._read_where_it_is
         reading = read(ticket, out, rank, deadline, spent, fields=fields)
         return reading if spans.tracer() is None else self._traced(ticket, rank, reading)
 
     @staticmethod
-    async def _traced(ticket: Ticket, rank: int, reading: Awaitable[ReceivedPayload]) -> ReceivedPayload:
+    async def _traced(ticket: Ticket, rank: int, reading: Awaitable[Payload]) -> Payload:
         links = spans.links_of([ticket.metadata])
         with spans.span("transport.read", "CLIENT", links, payload=ticket.id, rank=rank, bytes=ticket.size) as of_read:
             payload = await reading
@@ -125,7 +125,7 @@ class Reads:
 
     async def _read_where_it_is(
         self, ticket: Ticket, out: Any, rank: int, deadline: Deadline, spent: bool, *, fields: tuple[str, ...] | None
-    ) -> ReceivedPayload:
+    ) -> Payload:
         """`_read_here`, and where the directory says that the ring is served by now."""
         assert self._finder is not None
         ticket = self._finder.current(ticket)
@@ -153,7 +153,7 @@ class Reads:
         *,
         last: bool = True,
         fields: tuple[str, ...] | None = None,
-    ) -> ReceivedPayload:
+    ) -> Payload:
         """By the ticket's own addresses and ports. Not ``last``: the ring may be found elsewhere."""
         self._check(ticket, rank)
         part = None if fields is None else self._deliveries.part(ticket, fields)
@@ -211,7 +211,7 @@ class Reads:
         out: Any,
         destination: Any,
         part: PayloadPart | None,
-    ) -> ReceivedPayload:
+    ) -> Payload:
         """The payload from the segment itself: a view of it, or a copy in ``destination``, the bytes of ``out``.
 
         Raises what `SharedRingBuffer.read_raw` raises.
@@ -227,7 +227,7 @@ class Reads:
     # --- into device memory, or some fields ---------------------------------------------------------
     async def _read_to_device(
         self, ticket: Ticket, rank: int, target: Target, deadline: Deadline, spent: bool
-    ) -> ReceivedPayload:
+    ) -> Payload:
         ring = self._mapped.find(ticket)
         if ring is None:
             direct = self._device_reads.receive == "direct" and self._links.device_memory()
@@ -243,7 +243,7 @@ class Reads:
 
     async def _read_part(
         self, ticket: Ticket, rank: int, part: PayloadPart, ring: SharedRingBuffer | None, deadline: Deadline
-    ) -> ReceivedPayload:
+    ) -> Payload:
         """Some fields, over a wire or into device memory."""
         to_device = self._device_reads.from_host if self._device_reads.always else None
         if ring is not None and to_device is not None:

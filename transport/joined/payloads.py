@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple, Self
 
 from transport.client.blocking import BlockingClient
 from transport.client.client import UCXXClient
-from transport.client.payload import ReceivedPayload, no_field
+from transport.client.payload import Payload, ReadPayload, no_field
 from transport.errors import PayloadDamagedError, RankError, SchemaError, TransportError, UsageError
 from transport.joined.parents import FIELD, Parent, check_rank, parents_of
 from transport.ring.parts import field_names
@@ -38,14 +38,14 @@ class JoinedPart(NamedTuple):
 
     ticket: Ticket
     rank: int
-    payload: ReceivedPayload | None
+    payload: Payload | None
 
     def ack(self, client: UCXXClient | BlockingClient) -> bool:
         """Acknowledge it. False: it was acknowledged before."""
         return client.ack(self.ticket, self.rank) if self.payload is None else self.payload.ack()
 
 
-class JoinedPayload(ReceivedPayload):
+class JoinedPayload(ReadPayload):
     """Fields of a payload and of all its parents, by name. Bytes, schema and layout are those of each part alone.
 
     `ack` acknowledges every part, the payload itself last.
@@ -65,7 +65,7 @@ class JoinedPayload(ReceivedPayload):
         self.to_acknowledge = list(to_acknowledge)
         super().__init__(first.ticket, first.rank, wire, None, None, partial(_acknowledge, client, self.to_acknowledge))
         self._count = len(parts)
-        self._owners: dict[str, ReceivedPayload] = {}
+        self._owners: dict[str, Payload] = {}
         for payload in self.parts:
             for name in (each.name for each in payload.layout().placements):
                 if name == FIELD:
@@ -91,9 +91,9 @@ class JoinedPayload(ReceivedPayload):
         raise self._in_parts("bytes")
 
     @property
-    def arrays(self) -> Mapping[str, Any]:
-        """Every field by name."""
-        return {name: self[name] for name in self}
+    def fields(self) -> Mapping[str, Any]:
+        """Every field by name: the payload itself."""
+        return self
 
     def layout(self) -> Layout:
         """Raises UsageError: each part has a layout of its own."""
@@ -188,7 +188,7 @@ class _Joining:
         self._found |= here
         return tuple(name for name in schema.names if name in here or name == FIELD)
 
-    def came(self, payload: ReceivedPayload | None) -> None:
+    def came(self, payload: Payload | None) -> None:
         """The first of those that are left is here."""
         part, rank, depth = self._left.pop(0)
         self.parts.append(JoinedPart(part.ticket, rank, payload))
@@ -222,7 +222,7 @@ class _Joining:
         rank: int,
         begun: set[tuple[Identity, int]],
         ordered: dict[tuple[Identity, int], JoinedPart],
-        read: Mapping[tuple[Identity, int], ReceivedPayload | None],
+        read: Mapping[tuple[Identity, int], Payload | None],
     ) -> None:
         reached = ticket.identity, rank
         if reached in begun:
@@ -274,7 +274,7 @@ def names_parents(client: UCXXClient, ticket: Ticket) -> bool:
 
 
 async def join_to(
-    client: UCXXClient, payload: ReceivedPayload, known: list[JoinedPart], timeout: float | None = None
+    client: UCXXClient, payload: Payload, known: list[JoinedPart], timeout: float | None = None
 ) -> JoinedPayload:
     """Read the parents of a payload that was read already. Where it raises, the payload is as it was.
 

@@ -28,7 +28,7 @@ from operator import index
 from typing import Any, Literal
 
 from transport.client.client import WirePolicy
-from transport.client.payload import ReceivedPayload
+from transport.client.payload import Payload
 from transport.client.retry import Deadline, backoff
 from transport.config import configuration
 from transport.errors import OWN_FAULTS, ClosedError, StaleSlotError, TransportError, UsageError
@@ -165,7 +165,7 @@ class UCXXDataPackerMixin(WithBlock):
         """Stop fetching the batch, and forget a deferred one; their payloads remain in their rings."""
         self._packer.cancel()
 
-    def consume(self, batch: FetchedBatch) -> list[ReceivedPayload]:
+    def consume(self, batch: FetchedBatch) -> list[Payload]:
         """Acknowledge a batch; returns the payloads to train on, each once, and the same when it is called again.
 
         Failed payloads, duplicates, and payloads that another reader of this rank has consumed are not returned; nor
@@ -265,7 +265,7 @@ class UCXXDataPackerMixin(WithBlock):
         fetched.handed, packer.alone = True, None
         return given
 
-    def payload_to_policy_input(self, payload: ReceivedPayload, *_: Any, **__: Any) -> Any:
+    def payload_to_policy_input(self, payload: Payload, *_: Any, **__: Any) -> Any:
         """The policy's input from a payload; override it. Default: its arrays by name."""
         return dict(payload)
 
@@ -286,5 +286,5 @@ class UCXXDataPackerMixin(WithBlock):
         return self._packer.record.copy()
 
 
-async def _read(packer: PackerSession, item: FetchedItem, timeout_s: float) -> ReceivedPayload:
+async def _read(packer: PackerSession, item: FetchedItem, timeout_s: float) -> Payload:
     return await packer.client.read(item.ticket, rank=packer.rank, timeout=timeout_s)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar, overload
 
-from transport.client.payload import ReceivedPayload
+from transport.client.payload import Payload
 from transport.errors import SchemaError, TransportError, UsageError
 from transport.runtime.loop_thread import Job
 from transport.ticket import Ticket
@@ -105,13 +105,13 @@ class FetchedItem:
     """One ticket of a batch, with its payload or its error."""
 
     ticket: Ticket
-    payload: ReceivedPayload | None = None
+    payload: Payload | None = None
     error: TransportError | None = None
     duplicate: bool = False  # already consumed here, so not fetched
     trainable: bool | None = field(default=None, init=False, repr=False)  # consumed for the first time; None: not yet
     handed: bool = field(default=False, init=False, repr=False)  # as a policy's input, which its batch then lacks
 
-    def came(self, payload: ReceivedPayload) -> None:
+    def came(self, payload: Payload) -> None:
         """Take the payload in; one that this trainer cannot describe is an error, since it cannot be trained on."""
         if why := payload.undescribed:
             self.error = SchemaError(f"{why}; it is not consumed")
@@ -143,12 +143,12 @@ class FetchedBatch(Sequence[FetchedItem]):
         return self.items[at]
 
     @property
-    def payloads(self) -> list[ReceivedPayload]:
+    def payloads(self) -> list[Payload]:
         """The payloads that arrived."""
         return [item.payload for item in self.items if item.payload is not None]
 
     @property
-    def trainable(self) -> list[ReceivedPayload]:
+    def trainable(self) -> list[Payload]:
         """All that `consume` of this batch has returned, also where an interrupt took the result from its caller."""
         return [item.payload for item in self.items if item.payload is not None and item.trainable and not item.handed]
 

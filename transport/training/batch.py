@@ -142,12 +142,6 @@ class Batch(Payloads):
             raise UsageError(f"accepted of a batch that is {self._state}: consume() it first")
         return self._verdicts
 
-    def _look_at_answers(self) -> None:
-        """Every ring has answered."""
-        self._verdicts = verdicts = np.frombuffer(b"".join(filter(None, self._answers)), np.bool_)
-        self._state = "consumed" if verdicts.all() or not self.in_question.any() else "in question"
-        self._book.consumed(self, verdicts)
-
     @property
     def in_question(self) -> npt.NDArray[np.bool_]:
         """True for each payload whose ring went out of reach before its answer: it may count as consumed."""

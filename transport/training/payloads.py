@@ -15,12 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from transport import _ring
-from transport.client.payload import no_field
+from transport.client.payload import Payload
 from transport.errors import ClosedError, SchemaError
 from transport.ring.batch import ClaimedPart, Gathered, columns_of, places_of
 from transport.ring.batch_shape import Shape
 from transport.ring.packing import decoded_views
-from transport.schema import Layout, Schema
+from transport.schema import Schema
 from transport.ticket import Ticket
 from transport.training.joining import Joined
 from transport.wires import Wire
@@ -28,11 +28,10 @@ from transport.wires import Wire
 Numbers = npt.NDArray[np.int64]
 
 
-class Payload(Mapping[str, Any]):
-    """One payload of a batch: a read-only mapping from field names to arrays, text, bytes and values.
+class BatchPayload(Payload):
+    """A payload of a batch, in whose memory its arrays are: a slot of a mapped ring, or what came over the network.
 
-    The memory of its arrays is the batch's: a slot of a mapped ring, or what came over the network. The arrays keep
-    that memory, also when the batch was consumed; what was given back may change under them.
+    The arrays keep that memory, also when the batch was consumed; what was given back may change under them.
     """
 
     __slots__ = ("_at", "_batch")
@@ -40,9 +39,6 @@ class Payload(Mapping[str, Any]):
     def __init__(self, batch: Payloads, at: int) -> None:
         self._batch = batch
         self._at = at
-
-    def __repr__(self) -> str:
-        return f"<Payload {self.name} rank {self.rank}, attempt {self.attempts}, {self.nbytes} bytes>"
 
     @property
     def name(self) -> str:
@@ -71,44 +67,32 @@ class Payload(Mapping[str, Any]):
         return int(self._batch.sizes[self._at])
 
     @property
+    def wire(self) -> Wire:
+        """The wire that carried the bytes."""
+        return self._batch.wire(self._at)
+
+    @property
     def ticket(self) -> Ticket:
         """The payload's ticket, decoded anew each time."""
         return self._batch.ticket(self._at)
 
     @property
-    def metadata(self) -> dict[str, Any]:
-        """The writer's own small values, decoded anew each time."""
-        return self.ticket.users_metadata
+    def data(self) -> npt.NDArray[np.uint8]:
+        """The payload's bytes, read-only, in the batch's memory."""
+        return np.frombuffer(self._batch.data(self._at), np.uint8)
 
     @property
-    def data(self) -> memoryview:
-        """The payload's bytes, read-only, in the batch's memory."""
-        return self._batch.data(self._at)
-
-    def layout(self) -> Layout:
-        """Return where each field stands in `data`."""
-        ticket = self.ticket
-        return ticket.layout(self._batch.schema_of(ticket))
+    def schema(self) -> Schema | None:
+        """Schema of the fields; None: neither the ticket nor the trainer has it."""
+        return self._batch.schema_of(self.ticket)
 
     @property
     def fields(self) -> Mapping[str, Any]:
         """All fields by name."""
         return self._batch.fields(self._at)
 
-    def __getitem__(self, name: str) -> Any:
-        fields = self._batch.fields(self._at)
-        if name not in fields:
-            raise no_field(name, self)
-        return fields[name]
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.fields)
-
-    def __len__(self) -> int:
-        return len(self.fields)
-
-
-class Payloads(Sequence[Payload]):
+class Payloads(Sequence[BatchPayload]):
     """Payloads of one or several rings. Belongs to one thread at a time.
 
     Attributes:
@@ -159,26 +143,26 @@ class Payloads(Sequence[Payload]):
     @overload
     def __getitem__(self, key: str) -> Any: ...
     @overload
-    def __getitem__(self, key: int) -> Payload: ...
+    def __getitem__(self, key: int) -> BatchPayload: ...
     @overload
-    def __getitem__(self, key: slice) -> list[Payload]: ...
+    def __getitem__(self, key: slice) -> list[BatchPayload]: ...
     def __getitem__(self, key: str | int | slice) -> Any:
         """Return a tensor of all payloads by its name, or one payload, or some."""
         if isinstance(key, str):
             return self._arrays()[key]
         if isinstance(key, slice):
-            return [Payload(self, at) for at in range(*key.indices(len(self)))]
+            return [BatchPayload(self, at) for at in range(*key.indices(len(self)))]
         if not -len(self) <= key < len(self):
             raise IndexError(f"payload {key} of {len(self)}")
-        return Payload(self, key % len(self))
+        return BatchPayload(self, key % len(self))
 
-    def __iter__(self) -> Iterator[Payload]:
+    def __iter__(self) -> Iterator[BatchPayload]:
         return iter(self.payloads)
 
     @property
-    def payloads(self) -> list[Payload]:
+    def payloads(self) -> list[BatchPayload]:
         """Each payload, a read-only mapping of its fields."""
-        return list(map(Payload, repeat(self), range(self._count)))
+        return list(map(BatchPayload, repeat(self), range(self._count)))
 
     @property
     def bytes_by_wire(self) -> dict[str, int]:
@@ -245,7 +229,7 @@ class Payloads(Sequence[Payload]):
             self._laid_out = Gathered.gathered(self.parts, self._gathered.whole, shape)
         return self._laid_out
 
-    # --- what `Payload` asks for ------------------------------------------------------------------------
+    # --- what a `BatchPayload` asks for ------------------------------------------------------------------------
     def part(self, at: int) -> tuple[ClaimedPart, int]:
         """Return the part of the payload at this position, and the payload's position in it."""
         if self._ended:

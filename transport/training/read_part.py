@@ -8,7 +8,7 @@ from itertools import groupby
 import numpy as np
 
 from transport import _ring
-from transport.client.payload import ReceivedPayload
+from transport.client.payload import Payload
 from transport.wires import Wire
 
 
@@ -20,9 +20,7 @@ class ReadPart(_ring.ReceivedPayloads):
         versions: of the policies that made them; None: the writer gave none.
     """
 
-    def __init__(
-        self, payloads: Sequence[ReceivedPayload], notes: Sequence[bytes], versions: Sequence[int | None]
-    ) -> None:
+    def __init__(self, payloads: Sequence[Payload], notes: Sequence[bytes], versions: Sequence[int | None]) -> None:
         first = payloads[0]
         self.ring = first.ticket.ring
         self.wire: Wire = first.wire
@@ -56,9 +54,7 @@ class ReadPart(_ring.ReceivedPayloads):
         """See `ClaimedPart`: there is nothing to give back."""
 
 
-def read_parts(
-    payloads: Sequence[ReceivedPayload], notes: Sequence[bytes], versions: Sequence[int | None]
-) -> list[ReadPart]:
+def read_parts(payloads: Sequence[Payload], notes: Sequence[bytes], versions: Sequence[int | None]) -> list[ReadPart]:
     """Return the parts of payloads in this order: one for each run of payloads of one ring, over one wire."""
     rows = list(zip(payloads, notes, versions, strict=True))
     runs = [list(run) for _, run in groupby(rows, key=lambda row: (row[0].ticket.ring, row[0].wire))]

@@ -18,7 +18,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeVar
 import numpy as np
 
 from transport.client.client import UCXXClient
-from transport.client.payload import ReceivedPayload
+from transport.client.payload import Payload
 from transport.client.retry import backoff
 from transport.errors import OWN_FAULTS, ClosedError, SchemaError, StoreError, TransportError, WireNotAllowedError
 from transport.ring.batch import Gathered
@@ -269,7 +269,7 @@ class StepReader:
 
     def _laid_out(
         self,
-        payloads: list[ReceivedPayload],
+        payloads: list[Payload],
         notes: Sequence[bytes],
         versions: Sequence[int | None],
     ) -> MicroBatch:
@@ -279,11 +279,11 @@ class StepReader:
             raise SchemaError(f"{gathered.dropped} payloads do not fit the schema of this trainer")
         return MicroBatch(parts, gathered, self._shape, self._schemas)
 
-    async def _payloads(self, notes: Sequence[bytes], unread: list[Delivery]) -> list[ReceivedPayload]:
+    async def _payloads(self, notes: Sequence[bytes], unread: list[Delivery]) -> list[Payload]:
         """Read them all; those that fail are read again, until the time for a batch is over."""
         begun = time.monotonic()
         give_up = begun + self._settings.batch_deadline_s
-        found: dict[int, ReceivedPayload] = {}
+        found: dict[int, Payload] = {}
         left, rounds = list(range(len(notes))), 0
         while left:
             failed: list[tuple[int, TransportError]] = []

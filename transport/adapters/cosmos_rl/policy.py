@@ -16,7 +16,7 @@ from cosmos_rl.utils.payload_transport.strategy import PayloadTransportStrategy
 from cosmos_rl.utils.trajectory import truncate_trajectory
 
 from transport.adapters.torch.tensors import tensors
-from transport.client.payload import ReceivedPayload
+from transport.client.payload import Payload
 from transport.client.retry import Deadline
 from transport.errors import ClosedError, TicketError, TransportError
 from transport.packer.mixin import UCXXDataPackerMixin
@@ -157,7 +157,7 @@ def _ticket_of(reference: Any) -> Ticket:
     return Ticket.parse(text)
 
 
-def _trajectory(payload: ReceivedPayload) -> dict[str, Any]:
+def _trajectory(payload: Payload) -> dict[str, Any]:
     found = tensors(payload)
     truncate_trajectory(found)  # what was written through `acquire` has its full length
     return found

@@ -9,16 +9,13 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-import numpy as np
-
 from transport.client.device_reads import DevicePayload
-from transport.client.payload import ReceivedPayload
+from transport.client.payload import Payload
 from transport.devices.libraries import TORCH
 from transport.errors import MissingDependencyError
 from transport.joined.payloads import JoinedPayload
 from transport.runtime.installing import install
 from transport.runtime.releases import require_fitting
-from transport.training.payloads import Payload
 
 require_fitting("torch")
 try:
@@ -29,21 +26,20 @@ except ImportError as error:
     ) from error
 
 
-def tensors(payload: ReceivedPayload | Payload) -> dict[str, Any]:
+def tensors(payload: Payload) -> dict[str, Any]:
     """The payload's tensors by name, without a copy, each keeping the memory alive; text, bytes and values as they are.
 
     Raises:
-        SchemaError: the payload has no description, as with `ReceivedPayload.arrays`.
+        SchemaError: the payload has no description, as with `Payload.fields`.
         BufferUnsuitableError: torch has no such dtype.
         ClosedError: the payload was released.
     """
-    if isinstance(payload, Payload) and isinstance(payload.fields, JoinedPayload):
-        payload = payload.fields
-    if isinstance(payload, JoinedPayload):
-        return {name: found for part in payload.parts for name, found in tensors(part).items() if name in payload}
+    fields = payload.fields
+    if isinstance(fields, JoinedPayload):
+        return {name: found for part in fields.parts for name, found in tensors(part).items() if name in fields}
     if isinstance(payload, DevicePayload):
         return dict(payload)
-    data = np.asarray(payload.data)  # what came with its claim is a memoryview
+    data = payload.data
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that the memory is only to be read
         flat = torch.from_numpy(data) if data.size else torch.empty(0, dtype=torch.uint8)
