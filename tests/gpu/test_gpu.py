@@ -195,7 +195,7 @@ def test_pages_are_registered_on_both_sides(device: Any, caplog: pytest.LogCaptu
     ):
         payload = client.read(ring.write({"x": device.asarray(noise(1 << 20))}))
         assert bytes_of(payload["x"]) == noise(1 << 20).tobytes()
-        (attached,) = client._client._mapped._rings.values()
+        (attached,) = client._client._mapped.attached._rings.values()
         assert len(ring._pages) == 1 == len(attached._pages)
     assert not caplog.records
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import secrets
 import threading
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import pytest
 from found_rings import LONG_S, here_and_elsewhere, ring_of
 from helpers import eventually
 
-from transport import Schema, SharedRingBuffer, UpTo
+from transport import Payload, Schema, SharedRingBuffer, UpTo, open_rings
 from transport.errors import ClosedError, ConfigurationError, RankError, SchemaError, UsageError
 from transport.group import end_of, in_group
 from transport.packer.consumed_record import ConsumedRecord
@@ -101,6 +102,55 @@ def test_a_batch_is_arrays_and_payloads_whichever_somebody_looks_at(
             batch[0]["reward"]
         batch.consume()
         assert batch.accepted.tolist() == [True, True, True]
+
+
+def test_claims_and_reads_by_ticket_share_one_attachment_of_a_ring(prefix: str) -> None:
+    with SharedRingBuffer.create(SCHEMA, prefix=prefix, slots=4) as ring, trainer_of(prefix, "mapped") as trainer:
+        write(ring, 0, 1)
+        batch = taken(trainer, 1)
+        [left] = [ticket for ticket in ring.tickets() if ticket.id != batch[0].name]
+        read = trainer._thread.run(trainer._client.read(left))
+        assert (int(read["step"]), read.wire, read.ack()) == (1, "mapped", True)
+        assert sum(owner.alive for owner in ring.native.owners()) == 2  # the writer's, and the trainer's
+        batch.consume()
+        assert batch.accepted.all()
+        del read, batch
+        assert trainer.take(1) is None
+        eventually(lambda: ring.statistics().free == 4, "no slot is held")
+
+
+def test_a_trainer_that_may_not_map_reads_over_the_network_what_another_one_maps(
+    ring: SharedRingBuffer, prefix: str
+) -> None:
+    write(ring, 0, 1)
+    with (
+        open_rings(f"rings:{prefix}") as rings,
+        Trainer(SCHEMA, rings, wire={"mapped"}) as mapping,
+        Trainer(SCHEMA, rings, wire={"tcp"}) as asking,
+    ):
+        batch = taken(mapping, 1)
+        read = asking._thread.run(asking._client.read(ring.tickets()[1]))
+        assert (batch[0].wire, read.wire) == ("mapped", "tcp")
+        batch.consume()
+
+
+def test_a_payload_of_a_batch_is_one_as_a_read_brings_it(ring: SharedRingBuffer, prefix: str, wire: str) -> None:
+    write(ring, 3)
+    with trainer_of(prefix, wire) as trainer:
+        batch = taken(trainer, 1)
+        [payload] = batch
+        read = trainer._thread.run(trainer._client.read(payload.ticket))
+        assert isinstance(payload, Payload) and isinstance(read, Payload)
+        for each in (payload, read):
+            assert (each.name, each.rank, each.nbytes, each.schema) == (batch[0].ticket.id, 0, read.nbytes, SCHEMA)
+            assert each.layout() == payload.layout() and np.array_equal(each.data, read.data)
+            copied = pickle.loads(pickle.dumps(each))
+            assert type(copied) is dict and copied["obs"].tolist() == [[3.0, 3.0]] * 4 and copied["step"] == 3
+        with pytest.raises(UsageError, match="batch"):
+            payload.ack()
+        payload.release()
+        batch.consume()
+        assert batch.accepted.all()
 
 
 @pytest.mark.parametrize("end", ["give_back", "release", "drop", "with"])

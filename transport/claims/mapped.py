@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import time
 from collections.abc import Collection, Mapping, Sequence, Set
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Final
 
 from transport import _ring
@@ -24,7 +23,8 @@ from transport.claims.waiting import (
     unread_of,
 )
 from transport.errors import ClosedError, RankError, RingNotFoundError, TransportError, UsageError
-from transport.ring.buffer import SharedRingBuffer, attached_reader
+from transport.ring.attached import AttachedRings
+from transport.ring.buffer import SharedRingBuffer
 from transport.ring.claiming import Seen, wait_for_payloads
 from transport.runtime.logs import LogLimit
 from transport.schema import Schema
@@ -45,6 +45,7 @@ class RingsOfHost:
 
     Attributes:
         bell: ends waits of `take_parts`.
+        attached: the attachments, which a client's reads by ticket share.
     """
 
     def __init__(self, places: Discovery, lease_s: float | None, max_deliveries: int) -> None:
@@ -53,8 +54,9 @@ class RingsOfHost:
         self._max_deliveries = max_deliveries
         self.bell = _ring.Bell()
         self._turn = 0  # which ring is asked first
-        self._lock = threading.RLock()
-        self._attached: dict[str, SharedRingBuffer] = {}  # by id: a newer ring may have the same name
+        self.attached = AttachedRings(lease_s, self._left)
+        self._lock = self.attached.lock
+        self._found: dict[str, SharedRingBuffer] = {}  # of the attached ones those of these places, by id
         self._own: dict[str, SharedRingBuffer] = {}  # writers' of this process
         self._ranked: dict[tuple[frozenset[str], int | str], tuple[Sequence[Ranked], RankError | None]] = {}  # of these
         # Until when, and why; by name, and the schemas that were asked for. "": it has payloads of others.
@@ -63,7 +65,7 @@ class RingsOfHost:
         self._log_limit = LogLimit()
 
     def __repr__(self) -> str:
-        return f"<RingsOfHost {len(self._attached)} attached>"
+        return f"<RingsOfHost {len(self._found)} attached>"
 
     def add(self, ring: SharedRingBuffer) -> None:
         """A ring of this process, which closes it itself."""
@@ -80,7 +82,7 @@ class RingsOfHost:
         fit = _fitting(schemas)
         return [
             ring
-            for ring in (*self._attached.values(), *self._own.values())
+            for ring in (*self._found.values(), *self._own.values())
             if not ring.native.closed and (not fit or ring.native.fingerprint in fit)
         ]
 
@@ -129,8 +131,15 @@ class RingsOfHost:
             self._seen.ends[ring.ring_id] = Gone(ring.name, ring.fingerprint, ring.data_ended)
             del self._own[ring.ring_id]
             self._ranked = {}
-        for ring in [ring for ring in self._attached.values() if self._ended(ring)]:
-            self._leave(ring)
+        self.attached.leave_ended()
+
+    def _left(self, ring: SharedRingBuffer) -> None:
+        """Note how a ring of these places has ended, whoever has met its end."""
+        if ring.ring_id in self._found:
+            with contextlib.suppress(ClosedError):
+                self._seen.ends[ring.ring_id] = Gone.of(ring)
+            del self._found[ring.ring_id]
+            self._ranked = {}
 
     def _attach_all(self, schemas: frozenset[str]) -> None:
         now = time.monotonic()
@@ -145,35 +154,18 @@ class RingsOfHost:
 
     def _attach(self, name: str, schemas: frozenset[str], now: float) -> None:
         try:
-            ring = attached_reader(name)
+            ring = self.attached.attach(name, partial(_fits, fit=_fitting(schemas)))
         except RingNotFoundError:  # gone, or being made: the next look sees
             return
         except TransportError as error:
             log.info("ring %s is not mapped: %s", name, error)
             self._refused[name, schemas] = now + _TRY_AGAIN_S, str(error)
             return
-        if not _fits(ring, _fitting(schemas)):
-            ring.close()
+        if ring is None:
             self._refused[name, schemas] = now + _TRY_AGAIN_S, ""
             return
-        ring.set_lease(self._lease_s)
-        self._attached[ring.ring_id] = ring
+        self._found[ring.ring_id] = ring
         self._ranked = {}
-
-    def _ended(self, ring: SharedRingBuffer) -> bool:
-        if ring.native.closed:
-            return True
-        with contextlib.suppress(ClosedError):
-            writing = ring.native.state_counts()[_ring.WRITING]
-            return not (ring.native.keeper_alive or writing or ring.native.unread or ring.native.lent)
-        return True
-
-    def _leave(self, ring: SharedRingBuffer) -> None:
-        with contextlib.suppress(ClosedError):
-            self._seen.ends[ring.ring_id] = Gone.of(ring)
-        del self._attached[ring.ring_id]
-        self._ranked = {}
-        ring.close()
 
     def served(self, schemas: frozenset[str], *, mapped: bool) -> Mapping[str, RingAddress]:
         """Where rings with payloads of these schemas are asked, those that ``mapped`` claims are of excepted."""
@@ -183,7 +175,7 @@ class RingsOfHost:
             if not schemas:
                 return places
             fit = _fitting(schemas)
-            seen = (*self._attached.values(), *self._own.values(), *self._others().values())
+            seen = (*self._found.values(), *self._own.values(), *self._others().values())
             unfit = {ring.ring_id for ring in seen if not _fits(ring, fit)}
             return {name: place for name, place in places.items() if place.ring not in unfit} if unfit else places
 
@@ -231,7 +223,7 @@ class RingsOfHost:
             self.look(schemas)
         fit = _fitting(schemas)
         with self._lock:
-            here = (*self._attached.values(), *self._own.values(), *self._others().values())
+            here = (*self._found.values(), *self._own.values(), *self._others().values())
             gone = {ring: Gone("", fingerprint, True) for ring, fingerprint in self._places.ended().items()}
             ended = {
                 ring: each.said
@@ -269,14 +261,14 @@ class RingsOfHost:
         ``rings``: the only ones that are needed; where this process has them, others are not looked for.
         """
         with self._lock:
-            ours = [ring for ring in (*self._attached.values(), *self._own.values()) if not ring.native.closed]
+            ours = [ring for ring in (*self._found.values(), *self._own.values()) if not ring.native.closed]
             if rings is not None and {ring.ring_id for ring in ours}.issuperset(rings):
                 return ours
             return [*ours, *self._others().values()]
 
     def _names(self) -> set[str]:
         """Return the names of the segments that this process is attached to."""
-        return {ring.name for ring in (*self._attached.values(), *self._own.values()) if ring.native.still_named}
+        return {ring.name for ring in (*self._found.values(), *self._own.values()) if ring.native.still_named}
 
     def _others(self) -> dict[str, SharedRingBuffer]:
         """Return observers of the segments that this process is not attached to, by their names."""
@@ -369,15 +361,15 @@ class RingsOfHost:
     def heard(self) -> None:
         """Say to every ring that this process lives, so that its claims last."""
         with self._lock:
-            for ring in (*self._attached.values(), *self._own.values()):
+            for ring in (*self._found.values(), *self._own.values()):
                 with contextlib.suppress(ClosedError):
                     ring.native.heard()
 
     def close(self) -> None:
         """Leave every ring that was found; what is claimed of it can be claimed by others. Idempotent."""
         with self._lock:
-            for ring in list(self._attached.values()):
-                self._leave(ring)
+            self.attached.close()
+            self._found = {}
             self._own = {}
             self._seen.close()
             self._places.close()

@@ -55,6 +55,7 @@ from transport.runtime.loop_thread import gone
 from transport.store.base import Store
 
 if TYPE_CHECKING:
+    from transport.ring.attached import AttachedRings
     from transport.runtime.loop_thread import LoopThread
     from transport.schema import Schema
     from transport.wires import Wire
@@ -75,6 +76,8 @@ class TrainerClient(Protocol):
     def claims(self) -> Any: ...
 
     def allows(self, wire: Wire) -> bool: ...
+
+    def share(self, attached: AttachedRings) -> None: ...
 
     def uses_network(self) -> bool: ...
 
@@ -178,6 +181,7 @@ class FoundRings:
         own._schemas = frozenset(schema.fingerprint for schema in schemas)
         own._wanted = schemas
         own._maps, own._uses_network = client.allows("mapped"), client.uses_network()
+        client.share(self._here.attached)
         own._network = self._networks[client, contents] = NetworkSource(
             own._served, self._max_deliveries, self._here.bell.ring, thread, client.claims, contents
         )

@@ -29,6 +29,7 @@ from transport.client.reading import Reads
 from transport.client.status_socket import StatusSocket
 from transport.devices.buffers import BufferPool
 from transport.errors import ClosedError, UsageError
+from transport.ring.attached import AttachedRings
 from transport.runtime.event_loop import check_loop
 from transport.schema import Schema
 from transport.settings import DEFAULTS, Settings
@@ -245,6 +246,9 @@ class UCXXClient:
         return self._deliveries.handed_in(ticket, rank, wire, data)
 
     # --- taking, without tickets ----------------------------------------------------------------------
+    def share(self, attached: AttachedRings) -> None:
+        """Map what tickets name through the attachments of a run's rings, which are the rings' to close."""
+        self._mapped.share(attached)
 
     @property
     def claims(self) -> ClaimConnections:

@@ -6,14 +6,14 @@ Mapped readers can write to the control area of the segment: same user, same tru
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from typing import Any
 
 from transport import _ring
 from transport._ring import Loan
 from transport.errors import TransportError
-from transport.ring.buffer import SharedRingBuffer, attached_reader
+from transport.ring.attached import AttachedRings
+from transport.ring.buffer import SharedRingBuffer
 from transport.ticket import Ticket, host_identity
 
 log = logging.getLogger(__name__)
@@ -22,61 +22,53 @@ _TRY_AGAIN_S = 30.0  # after an attachment was refused
 
 
 class MappedRings:
-    """This process's attachments to rings of this host. Belongs to the client's loop; any thread may `acknowledge`.
+    """Reads of rings of this host, by ticket. Belongs to the client's loop; any thread may `acknowledge`.
 
     Args:
         allowed: whether payloads may be mapped at all.
+
+    Attributes:
+        attached: the attachments, its own or those that it shares.
     """
 
     def __init__(self, *, allowed: bool = True) -> None:
         self._allowed = allowed
-        self._lock = threading.RLock()  # held wherever attachments come and go
-        self._rings: dict[str, SharedRingBuffer] = {}
-        self._refused: dict[str, float] = {}
+        self._own = self.attached = AttachedRings()
+        self._refused: dict[str, float] = {}  # by ring, until when
         self._warned: set[str] = set()
 
     def __repr__(self) -> str:
-        return (
-            f"<MappedRings {len(self._rings)} attached, {sum(ring.native.lent for ring in self._rings.values())} views>"
-        )
+        return f"<MappedRings {len(self.attached)} attached, {self.attached.lent} views>"
+
+    def share(self, attached: AttachedRings) -> None:
+        """Read through these attachments from now on. They are another's to close."""
+        self.attached = attached
 
     def find(self, ticket: Ticket) -> SharedRingBuffer | None:
-        """The ticket's ring, if it is on this host, allowed and can be attached; None: read it through the network."""
-        ring = self._rings.get(ticket.ring)
-        if ring is not None:
+        """Return the ticket's ring, if it is here, allowed and attachable; None: read it through the network."""
+        if not self._allowed:  # whoever else has attached it
+            return None
+        if (ring := self.attached.get(ticket.ring)) is not None:
             return ring
-        with self._lock:
-            return self._attached(ticket)
-
-    def acknowledge(self, ticket: Ticket, rank: int) -> bool | None:
-        """Acknowledge a payload of a ring that is mapped or can be; None: the network has to. Any thread."""
-        with self._lock:  # else the ring may be detached between the look and the acknowledgement
-            ring = self.find(ticket)
-            return None if ring is None else ring.acknowledge(ticket, rank)
-
-    def _attached(self, ticket: Ticket) -> SharedRingBuffer | None:
-        if (ring := self._rings.get(ticket.ring)) is not None:  # meanwhile, by another thread
-            return ring
-        if not self._allowed or not ticket.segment or ticket.host != host_identity():
+        if not ticket.segment or ticket.host != host_identity():
             return None
         if time.monotonic() < self._refused.get(ticket.ring, 0.0):
             return None
-        self.detach_finished()  # rings of ended writers: their memory stays allocated while it is mapped
         try:
-            ring = attached_reader(ticket.segment)
+            ring = self.attached.attach(ticket.segment, lambda ring: ring.ring_id == ticket.ring)
+            why = "its segment now belongs to another ring"
         except TransportError as error:
-            self._refuse(ticket, str(error))
-            return None
-        if ring.ring_id != ticket.ring:
-            ring.close()
-            self._refuse(ticket, "its segment now belongs to another ring")
-            return None
-        self._rings[ticket.ring] = ring
+            why = str(error)
+        if ring is None:
+            self._refused[ticket.ring] = time.monotonic() + _TRY_AGAIN_S
+            log.info("ring %s cannot be mapped (%s); reading it over the network", ticket.ring[:8], why)
         return ring
 
-    def _refuse(self, ticket: Ticket, why: str) -> None:
-        self._refused[ticket.ring] = time.monotonic() + _TRY_AGAIN_S
-        log.info("ring %s cannot be mapped (%s); reading it over the network", ticket.ring[:8], why)
+    def acknowledge(self, ticket: Ticket, rank: int) -> bool | None:
+        """Acknowledge a payload of a ring that is mapped or can be; None: the network has to. Any thread."""
+        with self.attached.lock:  # else the ring may be detached between the look and the acknowledgement
+            ring = self.find(ticket)
+            return None if ring is None else ring.acknowledge(ticket, rank)
 
     def read(self, ring: SharedRingBuffer, ticket: Ticket, rank: int) -> Loan | None:
         """The payload's bytes, read-only, pinned while anything looks into them, or None if too many slots are in use.
@@ -100,26 +92,15 @@ class MappedRings:
             _ring.copy(destination, lease.view)
 
     def detach_finished(self) -> None:
-        """Detach from empty rings whose writer has ended. Also forget refusals that are over."""
+        """Detach from rings that have ended, and forget refusals that are over."""
         now = time.monotonic()
-        with self._lock:
-            self._refused = {ring_id: until for ring_id, until in self._refused.items() if now < until}
-            finished = [
-                ring_id
-                for ring_id, ring in self._rings.items()
-                if not ring.native.lent and not ring.native.keeper_alive and ring.native.unread == 0
-            ]
-            for ring_id in finished:
-                self._warned.discard(ring_id)
-                self._rings.pop(ring_id).close()
+        self._refused = {ring_id: until for ring_id, until in self._refused.items() if now < until}
+        self._warned = {ring_id for ring_id in self._warned if self.attached.get(ring_id) is not None}
+        self.attached.leave_ended()
 
     def close(self) -> None:
-        """Detach from every ring; from one with views in use when the last view is gone.
+        """Detach from every ring of its own; from one with views in use when the last view is gone.
 
         A payload that was not acknowledged keeps such a ring attached, so that it can still be.
         """
-        with self._lock:
-            for ring in self._rings.values():
-                if not ring.native.lent:
-                    ring.close()
-            self._rings.clear()
+        self._own.close(but_lent=True)
