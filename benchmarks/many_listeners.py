@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from transport import ClientOptions, Schema, SharedRingBuffer, UCXXServer
-from transport.bench.processes import Worker
+from transport.bench.processes import BenchProcess
 from transport.training.batch import Batch
 from transport.training.trainer import Trainer
 
@@ -75,7 +75,7 @@ class Servers:
     def __init__(self, rings: int) -> None:
         shares = [min(RINGS_OF_A_PROCESS, rings - begin) for begin in range(0, rings, RINGS_OF_A_PROCESS)]
         command = [sys.executable, "-P", __file__, "--serve"]
-        self._processes = [Worker("serve", None, [*command, str(share), str(rings)]) for share in shares]
+        self._processes = [BenchProcess("serve", None, [*command, str(share), str(rings)]) for share in shares]
         self.ports = [port for each in self._processes for port in each.answer()]
 
     def memory(self) -> int:

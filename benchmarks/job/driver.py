@@ -17,7 +17,7 @@ import numpy as np
 from benchmarks.job import work
 from benchmarks.job.plan import JobCase
 from benchmarks.peers.registry import JOB_PEERS, interpreter
-from transport.bench.processes import Worker
+from transport.bench.processes import BenchProcess
 from transport.bench.reads.content import percentile
 from transport.bench.result import OURS
 from transport.errors import LinkError
@@ -112,10 +112,10 @@ class _Run:
         for trainer in self._trainers:
             trainer.answer()
 
-    def _process(self, role: str, stack: contextlib.ExitStack) -> Worker:
-        return stack.enter_context(Worker(f"{self._who} {role}", None, _command(self._case, role)))
+    def _process(self, role: str, stack: contextlib.ExitStack) -> BenchProcess:
+        return stack.enter_context(BenchProcess(f"{self._who} {role}", None, _command(self._case, role)))
 
-    def _configure(self, processes: list[Worker], job: dict[str, Any]) -> None:
+    def _configure(self, processes: list[BenchProcess], job: dict[str, Any]) -> None:
         for index, process in enumerate(processes):
             process.tell({**job, "index": index, "result": str(self._folder / f"trainer-{index}")})
 
@@ -123,7 +123,7 @@ class _Run:
     def _who(self) -> str:
         return "transport" if self._case.peer == OURS else self._case.peer
 
-    def _service(self, common: dict[str, Any], stack: contextlib.ExitStack) -> Worker | None:
+    def _service(self, common: dict[str, Any], stack: contextlib.ExitStack) -> BenchProcess | None:
         """The process beside the others, where there is one."""
         service = "" if self._case.peer == OURS else JOB_PEERS[self._case.peer].service
         if not service:
@@ -133,9 +133,9 @@ class _Run:
             command = _command(self._case, "service")
         # It serves no writer or trainer in particular; the fields are there for all.
         job = {**common, "index": 0, "place": "", "addresses": [], "result": ""}
-        return stack.enter_context(Worker(f"{self._who} service", job, command))
+        return stack.enter_context(BenchProcess(f"{self._who} service", job, command))
 
-    def _place(self, service: Worker | None, rings: str) -> str:
+    def _place(self, service: BenchProcess | None, rings: str) -> str:
         """Where the payloads go."""
         if service is None:
             return f"rings:{rings}" if self._case.peer == OURS else ""

@@ -35,7 +35,7 @@ from process_member import ProcessMember
 from transport.errors import InternalError
 from transport.runtime.interruption import segment_prefix
 from transport.weights.manager import UpdateOutcome, WeightUpdate
-from transport.weights.plan.steps import Step
+from transport.weights.plan.steps import UpdateStep
 from transport.weights.sharded_replica import ShardedReplica
 from transport.weights.sharding.plan import make_plan
 
@@ -250,7 +250,7 @@ async def _measure(case: Case, links: Links, stream_rate: float) -> Row:
     sent = int(median("sent"))
     return Row(
         **_of(case),
-        transfer_s=round(statistics.median(each.outcome.steps_s[Step.TRANSFER.value] for each in samples), 3),
+        transfer_s=round(statistics.median(each.outcome.steps_s[UpdateStep.TRANSFER.value] for each in samples), 3),
         update_s=round(statistics.median(each.outcome.seconds for each in samples), 3),
         pause_ms=_spread(pauses),
         memcpy_ms=round(min(copies) * 1e3, 2) if copies else None,

@@ -21,7 +21,7 @@ from transport.errors import UsageError
 from transport.weights.engine import WeightsEngine
 from transport.weights.options import EngineOptions
 from transport.weights.transfer.threads import ended, in_thread
-from transport.weights.worker import Replica, RolloutWorker, Trainer
+from transport.weights.worker import Replica, RolloutWorker, WeightsTrainer
 
 _MOST_LINE = 64 << 20
 _METHODS = frozenset(
@@ -46,7 +46,7 @@ class MemberConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     engine: dict[str, Any] = {}
 
 
-def make(config: MemberConfig) -> Trainer | Replica:
+def make(config: MemberConfig) -> WeightsTrainer | Replica:
     """The member that a configuration describes."""
     further = set(EngineOptions.__struct_fields__)
     named = {key: value for key, value in config.engine.items() if key not in further}
@@ -63,13 +63,13 @@ def make(config: MemberConfig) -> Trainer | Replica:
         return Replica(engine, made)
     if not hasattr(made, "weights"):
         raise UsageError(f"{config.made} is neither a RolloutWorker nor an object with weights(version)")
-    return Trainer(engine, made)
+    return WeightsTrainer(engine, made)
 
 
 class Answering:
     """Requests as tasks, answers as lines."""
 
-    def __init__(self, member: Trainer | Replica, out: BinaryIO) -> None:
+    def __init__(self, member: WeightsTrainer | Replica, out: BinaryIO) -> None:
         self._member = member
         self._out = out
         self._tasks: dict[int, asyncio.Task[None]] = {}

@@ -15,7 +15,7 @@ from helpers import asynchronous
 
 from benchmarks.peers.plot import pictures
 from transport import SharedRingBuffer
-from transport.bench.processes import Worker, run_group
+from transport.bench.processes import BenchProcess, run_group
 from transport.bench.reads.content import Content, Tally, percentile
 from transport.bench.reads.reader import Reader, Reading
 from transport.bench.reads.writer import Writing
@@ -125,13 +125,13 @@ def test_wrong_usage_is_one_line_and_status_2(
 # --- processes ------------------------------------------------------------------------------------
 def test_a_writer_whose_answer_nobody_takes_ends_in_order() -> None:
     job = Writing(size_bytes=64, payloads=1000, listeners=0)  # their tickets fill a pipe several times
-    with Worker("transport.bench.reads.writer", job) as worker:
+    with BenchProcess("transport.bench.reads.writer", job) as worker:
         worker.tell({})
     assert worker._process.returncode == 0  # and was not killed, which would leave its segment
 
 
 def test_a_process_that_fails_is_reported_by_its_last_line() -> None:
-    with Worker("transport.bench.reads.reader", {"way": "juggle"}) as worker, pytest.raises(LinkError) as failure:
+    with BenchProcess("transport.bench.reads.reader", {"way": "juggle"}) as worker, pytest.raises(LinkError) as failure:
         worker.answer()
     assert "the measuring reader ended with status 1: msgspec.ValidationError" in str(failure.value)
 

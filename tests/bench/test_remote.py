@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from two_hosts import two_hosts, why_not
 
-from transport.bench.reads.remote import MOST_BYTES, RemoteWriter, Wanted, cases, measure
+from transport.bench.reads.remote import MOST_BYTES, RemoteWriter, WantedRead, cases, measure
 from transport.cli import run
 from transport.doctor import infiniband
 from transport.errors import LinkError, UnreachableError
@@ -116,10 +116,10 @@ def test_nobody_there_is_said_with_what_to_type(capsys: pytest.CaptureFixture[st
 
 def test_what_is_too_large_or_garbled_is_refused(port: int) -> None:
     with pytest.raises(LinkError, match=f"more than {MOST_BYTES}"):
-        RemoteWriter("127.0.0.1", port, Wanted(size_bytes=MOST_BYTES, payloads=2, listeners=1))
+        RemoteWriter("127.0.0.1", port, WantedRead(size_bytes=MOST_BYTES, payloads=2, listeners=1))
     for line in (b"{}", b"[1]", b"\xff\xff", b'{"size_bytes":-1,"payloads":1,"listeners":1}'):
         with socket.create_connection(("127.0.0.1", port), 10) as strange:
             strange.sendall(line + b"\n")
             assert msgspec.json.decode(strange.makefile("rb").readline())["error"]
     with pytest.raises(UnreachableError):
-        RemoteWriter("host.invalid", port, Wanted(size_bytes=1, payloads=1, listeners=1))
+        RemoteWriter("host.invalid", port, WantedRead(size_bytes=1, payloads=1, listeners=1))

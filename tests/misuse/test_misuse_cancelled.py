@@ -29,7 +29,7 @@ from transport.joined import join
 from transport.rendezvous import Place, Reason, Rendezvous, Rules
 from transport.store.memory import MemoryStore
 from transport.testing import run
-from transport.weights import Replica, Trainer, WeightUpdate, weights_checksum
+from transport.weights import Replica, WeightsTrainer, WeightUpdate, weights_checksum
 from transport.wire.frames import SlotFate
 
 PATIENCE_S = 60.0  # a watchdog
@@ -279,8 +279,8 @@ def a_manager() -> Iterator[Updates]:
     """A trainer and a replica."""
     worker = Worker()
 
-    async def make() -> tuple[WeightUpdate, Trainer, Replica]:
-        trainer = Trainer(engine("trainer", delta=True), Source())
+    async def make() -> tuple[WeightUpdate, WeightsTrainer, Replica]:
+        trainer = WeightsTrainer(engine("trainer", delta=True), Source())
         replica = Replica(engine("replica", host="another", wires=frozenset({"tcp"})), worker)
         return WeightUpdate([trainer], [replica]), trainer, replica
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from transport.errors import ConfigurationError, InternalError, StoreUnsuitableError, UsageError
 from transport.rendezvous.closing import Archive
-from transport.rendezvous.decisions import Close, Complete, OpenNext, Snapshot, decide, place, position
+from transport.rendezvous.decisions import CloseRun, Complete, OpenNext, Snapshot, decide, place, position
 from transport.rendezvous.member_states import Event, Member, State
 from transport.rendezvous.records import Closing, Keys, Peer, Phase, Place, Reason, Role, Round, Seat, Status
 from transport.rendezvous.rules import ExitCodes, Rules
@@ -88,12 +88,12 @@ def test_everybody_has_one_place_and_ranks_do_not_depend_on_the_order_of_reading
         (Snapshot(a_round(), seats("a", "b", "c"), peers("z"), frozenset({"z"}), 5.0), None),
         (Snapshot(a_round(), seats("a", "b", "c"), peers("z"), frozenset({"z"}), 10.0), Complete),
         (Snapshot(a_round(), seats("a"), open_s=59.9), None),
-        (Snapshot(a_round(), seats("a"), open_s=60.0), Close),
+        (Snapshot(a_round(), seats("a"), open_s=60.0), CloseRun),
         (Snapshot(a_round(number=2), seats("a", "b", "c", number=1), open_s=30.0), None),
         (Snapshot(a_round(Phase.RUNNING), seats("a", "b"), peers("a", "b")), None),
         (Snapshot(a_round(Phase.RUNNING), seats("a"), peers("a", "b")), OpenNext),
         (Snapshot(a_round(Phase.RUNNING), seats("a", "other"), peers("a", "b")), OpenNext),
-        (Snapshot(a_round(Phase.RUNNING), seats("a", "b", status=Status.DONE), peers("a", "b")), Close),
+        (Snapshot(a_round(Phase.RUNNING), seats("a", "b", status=Status.DONE), peers("a", "b")), CloseRun),
         (Snapshot(a_round(Phase.RUNNING), seats("a", status=Status.DONE), peers("a", "b")), OpenNext),
         (Snapshot(a_round(Phase.RUNNING), seats("a", "b", status=Status.RESTART), peers("a", "b")), OpenNext),
         (Snapshot(a_round(Phase.RUNNING, 2), seats("a", "b", number=1), peers("a", "b")), OpenNext),
@@ -111,7 +111,7 @@ def test_success_is_only_what_everybody_with_a_rank_says() -> None:
     for statuses in itertools.product(Status, repeat=3):
         here = [Seat(round=1, slot=slot, member="abc"[slot], status=status) for slot, status in enumerate(statuses)]
         found = decide(Snapshot(a_round(Phase.RUNNING), here, everybody), RULES)
-        succeeded = isinstance(found, Close) and found.reason is Reason.SUCCESS
+        succeeded = isinstance(found, CloseRun) and found.reason is Reason.SUCCESS
         assert succeeded == (set(statuses) == {Status.DONE})
 
 
@@ -120,7 +120,7 @@ def test_after_the_last_round_the_run_fails() -> None:
     last = Snapshot(a_round(Phase.RUNNING, 3), seats("a", number=3), peers("a", "b"))
     assert isinstance(decide(last._replace(round=a_round(Phase.RUNNING, 2)), rules), OpenNext)
     found = decide(last, rules)
-    assert isinstance(found, Close)
+    assert isinstance(found, CloseRun)
     assert found.reason is Reason.FAILURE
 
 

@@ -14,7 +14,7 @@ from transport.weights.manager import WeightUpdate
 from transport.weights.options import EngineOptions
 from transport.weights.sharded_replica import ShardedReplica
 from transport.weights.versions.layout import weights_checksum
-from transport.weights.worker import Replica, Trainer
+from transport.weights.worker import Replica, WeightsTrainer
 
 BUCKET = 4096
 
@@ -37,7 +37,7 @@ class Job:
                 progress=source.progress,
                 options=EngineOptions(host=f"trainer {rank}", **options),
             )
-            self.trainers.append(Trainer(engine, source))
+            self.trainers.append(WeightsTrainer(engine, source))
         self.replicas = []
         for number, hosts in enumerate(engines):
             ranks = []

@@ -33,7 +33,7 @@ from transport.errors import (
 )
 from transport.ring.packing import views
 from transport.server.running import OneThread
-from transport.weights import Trainer
+from transport.weights import WeightsTrainer
 from transport.weights.engine import WeightsEngine
 from transport.weights.manager import WeightUpdate
 from transport.weights.options import EngineOptions
@@ -260,7 +260,7 @@ async def test_policies_that_do_not_restore(policy: Any, states: list[str]) -> N
 
     async with engines("aa") as made:
         replicas = [Replica(made[1], Failing()), Replica(made[2], ReferenceWorker())]
-        manager = WeightUpdate([Trainer(made[0], Source())], replicas, policy=policy)  # type: ignore[arg-type]
+        manager = WeightUpdate([WeightsTrainer(made[0], Source())], replicas, policy=policy)  # type: ignore[arg-type]
         await manager.update(1)
         if policy == "exclude":
             assert (await manager.update(2)).failures == ["load: replica 0: RuntimeError: no room"]
@@ -353,7 +353,7 @@ async def test_a_source_that_fails_with_any_text_ends_the_transfer_of_all(error:
 
     async with engines("ab") as made:
         replicas = [Replica(each, ReferenceWorker()) for each in made[1:]]
-        manager = WeightUpdate([Trainer(made[0], Fails())], replicas)  # type: ignore[arg-type]
+        manager = WeightUpdate([WeightsTrainer(made[0], Fails())], replicas)  # type: ignore[arg-type]
         with pytest.raises(type(error)) as caught:
             await manager.update(1)
         assert caught.value is error

@@ -19,7 +19,7 @@ from transport.errors import (
     SchemaError,
     WeightsTimeoutError,
 )
-from transport.weights import Trainer
+from transport.weights import WeightsTrainer
 from transport.weights.manager import WeightUpdate
 from transport.weights.plan.steps import Limits
 from transport.weights.sharding.roles import RankRole, build_topology, unpack
@@ -181,7 +181,7 @@ async def test_a_replica_that_cannot_join_ends_the_wait_of_all_others() -> None:
         made[1].init_process_group = refused  # type: ignore[method-assign]
         replicas = [Replica(each, ReferenceWorker()) for each in made[1:]]
         manager = WeightUpdate(
-            [Trainer(made[0], Source())],
+            [WeightsTrainer(made[0], Source())],
             replicas,  # type: ignore[arg-type]
             limits=Limits(connect=3600, total=7200),
         )
@@ -225,6 +225,6 @@ async def test_a_member_whose_call_is_cancelled_by_itself_has_failed() -> None:
             raise asyncio.CancelledError
 
         made[1].init_process_group = cancelled  # type: ignore[method-assign]
-        manager = WeightUpdate([Trainer(made[0], Source())], [Replica(made[1], ReferenceWorker())])  # type: ignore[list-item]
+        manager = WeightUpdate([WeightsTrainer(made[0], Source())], [Replica(made[1], ReferenceWorker())])  # type: ignore[list-item]
         with pytest.raises(MemberFailedError, match="replica 0: its connect was cancelled"):
             await manager.update(1)

@@ -38,7 +38,7 @@ from transport.weights import updating
 from transport.weights.engine import WeightsEngine
 from transport.weights.options import EngineOptions
 from transport.weights.plan.admission import AdmissionState
-from transport.weights.plan.steps import Limits, Step
+from transport.weights.plan.steps import Limits, UpdateStep
 from transport.weights.versions.layout import row_of, specs_of
 from transport.weights.worker import Replica
 
@@ -157,8 +157,8 @@ def test_a_group_build_that_hangs_ends_at_its_limit(shared: Any) -> None:
         group.manager._limits = Limits(connect=0.4)
         stopped = group.replicas[2]
 
-        def stop(step: Step, _: tuple[str, ...]) -> None:
-            os.kill(stopped.process.pid, signal.SIGSTOP if step is Step.CONNECT else signal.SIGCONT)
+        def stop(step: UpdateStep, _: tuple[str, ...]) -> None:
+            os.kill(stopped.process.pid, signal.SIGSTOP if step is UpdateStep.CONNECT else signal.SIGCONT)
 
         group.manager._on_step = stop
         with pytest.raises(WeightsTimeoutError, match=r"did not finish connect in 0\.4 s") as caught:
@@ -202,14 +202,14 @@ def test_an_update_that_has_no_time_left_pauses_nobody(shared: Any) -> None:
     shared(body)
 
 
-@pytest.mark.parametrize("killed_at", [Step.PREPARE, Step.TRANSFER])
-def test_of_a_stage_that_fails_nobody_is_told_to_pause(shared: Any, killed_at: Step) -> None:
+@pytest.mark.parametrize("killed_at", [UpdateStep.PREPARE, UpdateStep.TRANSFER])
+def test_of_a_stage_that_fails_nobody_is_told_to_pause(shared: Any, killed_at: UpdateStep) -> None:
     async def body(group: MemberGroup) -> None:
-        steps: list[Step] = []
+        steps: list[UpdateStep] = []
         await group.replicas[1].call("told", "abort", "raise")  # it would fail if it were asked
         stopped = group.replicas[2]
 
-        def stop(step: Step, _: tuple[str, ...]) -> None:
+        def stop(step: UpdateStep, _: tuple[str, ...]) -> None:
             steps.append(step)
             os.kill(stopped.process.pid, signal.SIGSTOP if step is killed_at else signal.SIGCONT)
 
@@ -222,7 +222,7 @@ def test_of_a_stage_that_fails_nobody_is_told_to_pause(shared: Any, killed_at: S
             group.manager._on_step = lambda step, members: None
             os.kill(stopped.process.pid, signal.SIGCONT)
         await group.replicas[1].call("told", "abort", "")
-        assert Step.PAUSE not in steps
+        assert UpdateStep.PAUSE not in steps
         await group.serves(*[group.version - 1] * 3)
         assert await group.running() == [True] * 3
         assert set(group.manager.admitted.values()) == {group.version - 1}
@@ -231,12 +231,12 @@ def test_of_a_stage_that_fails_nobody_is_told_to_pause(shared: Any, killed_at: S
 
 
 # By replicas that fail nothing.
-TAKEN = [step for step in Step if step not in (Step.PAUSE_IN_PLACE, Step.RESTORE, Step.PROVE)]
+TAKEN = [step for step in UpdateStep if step not in (UpdateStep.PAUSE_IN_PLACE, UpdateStep.RESTORE, UpdateStep.PROVE)]
 
 
 @pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("at", TAKEN, ids=lambda step: step.value.replace(" ", "-"))
-def test_cancelling_in_any_step_leaves_whole_versions_and_running_replicas(shared: Any, at: Step) -> None:
+def test_cancelling_in_any_step_leaves_whole_versions_and_running_replicas(shared: Any, at: UpdateStep) -> None:
     async def body(group: MemberGroup) -> None:
         old = group.version
         updating = asyncio.ensure_future(group.update())
@@ -260,7 +260,7 @@ def test_a_replica_that_joins_during_an_update_waits_for_the_next_one(shared: An
     async def body(group: MemberGroup) -> None:
         engine = WeightsEngine("late", **ENGINE, options=EngineOptions(host="host 1"))
         late = Replica(engine, Worker())
-        group.manager._on_step = lambda step, _: group.manager.join(late) if step is Step.CONNECT else None
+        group.manager._on_step = lambda step, _: group.manager.join(late) if step is UpdateStep.CONNECT else None
         try:
             await group.update()
             group.manager._on_step = lambda step, members: None
@@ -320,8 +320,8 @@ async def test_a_corrupted_bucket_is_never_loaded(wires: list[str] | None, error
         array[...] = version_of(1)[name]
     async with group_of(1, engine={"bucket_bytes": 131072}, replica={"wires": wires, "bucket_bytes": 131072}) as group:
 
-        def stop(step: Step, _: tuple[str, ...]) -> None:
-            if step is Step.TRANSFER:  # the bucket waits for the replica, filled and hashed
+        def stop(step: UpdateStep, _: tuple[str, ...]) -> None:
+            if step is UpdateStep.TRANSFER:  # the bucket waits for the replica, filled and hashed
                 os.kill(group.replicas[0].process.pid, signal.SIGSTOP)
 
         group.manager._on_step = stop

@@ -24,7 +24,7 @@ from transport.schema import DTYPES
 from transport.weights.engine import WeightsEngine
 from transport.weights.manager import WeightUpdate
 from transport.weights.plan.admission import AdmissionState
-from transport.weights.plan.steps import Step
+from transport.weights.plan.steps import UpdateStep
 from transport.weights.sharding import shards
 from transport.weights.sharding.layouts import Layout
 from transport.weights.sharding.roles import build_topology
@@ -305,11 +305,11 @@ async def test_a_replica_that_cannot_hold_two_versions_is_paused_before_the_tran
         manager = WeightUpdate(made.trainers, [replica, made.replicas[1]])  # type: ignore[arg-type, list-item]
         try:
             await manager.update(1)
-            seen: dict[Step, list[bool]] = {}
+            seen: dict[UpdateStep, list[bool]] = {}
             workers = [rank.worker, made.ranks[1].worker]
             manager._on_step = lambda step, _: seen.update({step: [each.generating for each in workers]})  # type: ignore[attr-defined]
             outcome = await manager.update(2)
-            assert seen[Step.TRANSFER] == [False, True]
+            assert seen[UpdateStep.TRANSFER] == [False, True]
             assert outcome.pause_s["in place"] > outcome.steps_s["transfer"]
             assert outcome.pause_s["server 1"] < outcome.pause_s["in place"]
             assert "in place lands versions in its own tensors" in caplog.text

@@ -22,7 +22,7 @@ from transport.schema import DTYPES, TensorSpec
 from transport.ticket import Ticket
 from transport.weights.manager import WeightUpdate
 from transport.weights.plan.admission import AdmissionState
-from transport.weights.plan.steps import POLICIES, Policy, Step, VersionProof
+from transport.weights.plan.steps import POLICIES, Policy, UpdateStep, VersionProof
 from transport.weights.sharding import shards
 from transport.weights.sharding.buckets import buckets_of, size_of, view
 from transport.weights.sharding.layouts import Layout
@@ -258,7 +258,9 @@ async def test_changes_that_give_something_else_are_not_served_and_the_version_i
             made.trainers,
             made.replicas,
             policy=policy,
-            on_step=lambda step, members: paused.extend(members if step in (Step.PAUSE_IN_PLACE, Step.PAUSE) else ()),
+            on_step=lambda step, members: paused.extend(
+                members if step in (UpdateStep.PAUSE_IN_PLACE, UpdateStep.PAUSE) else ()
+            ),
         )
         await manager.update(V)
         paused.clear()
@@ -300,8 +302,8 @@ async def test_a_whole_version_that_fails_after_wrong_changes_leaves_what_each_r
         monkeypatch.setattr(PartLanding, "change", wrong)
         prepared: list[tuple[str, ...]] = []
 
-        def second(step: Step, members: tuple[str, ...]) -> None:
-            if step is Step.PREPARE:
+        def second(step: UpdateStep, members: tuple[str, ...]) -> None:
+            if step is UpdateStep.PREPARE:
                 prepared.append(members)
                 if len(prepared) == 2:
                     made.trainers[1].source.told("bucket", 0, "raise")
@@ -334,18 +336,18 @@ async def test_an_update_that_is_cancelled_after_wrong_changes_sends_nothing_mor
             raise WeightsChecksumError("wrong")
 
         monkeypatch.setattr(PartLanding, "change", wrong)
-        steps: list[Step] = []
+        steps: list[UpdateStep] = []
         updating = asyncio.ensure_future(made.manager.update(V + 1))
 
-        def first(step: Step, _: tuple[str, ...]) -> None:
-            if step is Step.FINALIZE_TRAINERS and step not in steps:
+        def first(step: UpdateStep, _: tuple[str, ...]) -> None:
+            if step is UpdateStep.FINALIZE_TRAINERS and step not in steps:
                 updating.cancel()
             steps.append(step)
 
         made.manager._on_step = first
         with pytest.raises(asyncio.CancelledError):
             await updating
-        assert steps.count(Step.PREPARE) == 1
+        assert steps.count(UpdateStep.PREPARE) == 1
         assert made.manager.statistics().cancelled == 1
         made.serves(V)
         monkeypatch.undo()

@@ -15,14 +15,14 @@ from process_member import ProcessMember
 from transport.errors import MemberFailedError, MemberLostError, WeightsTimeoutError
 from transport.weights.manager import UpdateOutcome
 from transport.weights.plan.admission import AdmissionState
-from transport.weights.plan.steps import STAGE, Limits, Step
+from transport.weights.plan.steps import STAGE, Limits, UpdateStep
 
 pytestmark = [pytest.mark.ucx, pytest.mark.slow]
 
 # Replicas 0 and 1 share a host: 0 lands what comes, 1 maps it.
-STAGED = [step for step in STAGE if step is not Step.PAUSE_IN_PLACE]
-COMMITTED = [Step.PAUSE, Step.LOAD, Step.RESUME]
-ENDED = [Step.FINALIZE_TRAINERS, Step.FINALIZE_REPLICAS]
+STAGED = [step for step in STAGE if step is not UpdateStep.PAUSE_IN_PLACE]
+COMMITTED = [UpdateStep.PAUSE, UpdateStep.LOAD, UpdateStep.RESUME]
+ENDED = [UpdateStep.FINALIZE_TRAINERS, UpdateStep.FINALIZE_REPLICAS]
 STEPS = [*STAGED, *COMMITTED, *ENDED]
 SHORT = Limits(**dict.fromkeys(("pause", "prepare", "connect", "transfer", "load", "finalize", "prove", "resume"), 3))
 
@@ -37,11 +37,13 @@ async def group_of(replicas: int, resident: str = "mapped") -> AsyncIterator[Mem
         await group.close()
 
 
-def at(step: Step, victim: ProcessMember, number: signal.Signals) -> Callable[[Step, tuple[str, ...]], None]:
+def at(
+    step: UpdateStep, victim: ProcessMember, number: signal.Signals
+) -> Callable[[UpdateStep, tuple[str, ...]], None]:
     """Signals the victim at the beginning of a step; of one that replicas take by themselves, at its own."""
     done = False
 
-    def begins(now: Step, names: tuple[str, ...]) -> None:
+    def begins(now: UpdateStep, names: tuple[str, ...]) -> None:
         nonlocal done
         its_own = step not in COMMITTED or victim.name in names or victim.name == "trainer"
         if now is step and its_own and not done:
@@ -55,11 +57,11 @@ def at(step: Step, victim: ProcessMember, number: signal.Signals) -> Callable[[S
 @pytest.mark.parametrize("name", ["trainer", "replica 0", "replica 1"])
 @pytest.mark.parametrize("step", STEPS)
 @asynchronous
-async def test_a_member_killed_at_any_step_costs_only_itself(step: Step, name: str) -> None:
+async def test_a_member_killed_at_any_step_costs_only_itself(step: UpdateStep, name: str) -> None:
     async with group_of(3) as group:
         killed = next(each for each in (group.trainer, *group.replicas) if each.name == name)
         group.manager._on_step = at(step, killed, signal.SIGKILL)
-        if (step, name) == (Step.FINALIZE_REPLICAS, "trainer"):
+        if (step, name) == (UpdateStep.FINALIZE_REPLICAS, "trainer"):
             outcome = await group.update()  # it had done everything
         else:
             with pytest.raises(MemberLostError, match=name) as caught:
@@ -86,7 +88,7 @@ async def test_a_member_killed_at_any_step_costs_only_itself(step: Step, name: s
 async def test_a_replica_killed_while_it_goes_back_to_the_version_before_costs_only_itself() -> None:
     async with group_of(2, "in_place") as group:
         await group.replicas[0].call("told", "half", "raise")
-        group.manager._on_step = at(Step.RESTORE, group.replicas[0], signal.SIGKILL)
+        group.manager._on_step = at(UpdateStep.RESTORE, group.replicas[0], signal.SIGKILL)
         with pytest.raises(MemberFailedError):
             await group.update()
         await group.serves(-1, 2)
@@ -98,7 +100,7 @@ async def test_a_replica_killed_while_it_goes_back_to_the_version_before_costs_o
 @pytest.mark.parametrize("step", STEPS)
 @asynchronous
 async def test_a_replica_that_stands_still_at_any_step_takes_no_traffic_with_weights_that_it_did_not_prove(
-    step: Step, name: str
+    step: UpdateStep, name: str
 ) -> None:
     async with group_of(3) as group:
         stopped = next(each for each in group.replicas if each.name == name)

@@ -19,9 +19,9 @@ from weights_members import Source, checksum_of, version_of
 from transport.errors import MemberFailedError, UsageError, WeightsChecksumError, WeightsTimeoutError
 from transport.weights.manager import WeightUpdate
 from transport.weights.plan.admission import AdmissionState
-from transport.weights.plan.steps import Limits, Step, VersionProof
+from transport.weights.plan.steps import Limits, UpdateStep, VersionProof
 from transport.weights.versions.layout import weights_checksum
-from transport.weights.worker import ReferenceWorker, Replica, RolloutWorker, Trainer
+from transport.weights.worker import ReferenceWorker, Replica, RolloutWorker, WeightsTrainer
 
 pytestmark = pytest.mark.ucx
 
@@ -32,7 +32,7 @@ async def group(*workers: RolloutWorker, **options: Any) -> AsyncIterator[tuple[
     async with engines("a" * len(workers)) as made:
         replicas = [Replica(engine, worker) for engine, worker in zip(made[1:], workers, strict=True)]
         try:
-            yield WeightUpdate([Trainer(made[0], source)], replicas, **options), replicas, source  # type: ignore[arg-type]
+            yield WeightUpdate([WeightsTrainer(made[0], source)], replicas, **options), replicas, source  # type: ignore[arg-type]
         finally:
             for replica in replicas:
                 replica.worker.weights = {}  # type: ignore[attr-defined]
@@ -57,12 +57,12 @@ async def test_every_replica_generates_and_takes_traffic_until_all_have_proven_w
         await manager.update(1)
         seen = {}
 
-        def look(step: Step, _: tuple[str, ...]) -> None:
+        def look(step: UpdateStep, _: tuple[str, ...]) -> None:
             seen[step] = [worker.generating for worker in workers], dict(manager.admitted)
 
         manager._on_step = look
         outcome = await manager.update(2)
-        for step in (Step.PREPARE, Step.TOPOLOGY, Step.CONNECT, Step.TRANSFER):
+        for step in (UpdateStep.PREPARE, UpdateStep.TOPOLOGY, UpdateStep.CONNECT, UpdateStep.TRANSFER):
             assert seen[step] == ([True, True], {"replica 0": 1, "replica 1": 1})
         assert manager.admitted == {"replica 0": 2, "replica 1": 2}
         assert outcome.pause_s.keys() == manager.admitted.keys()
@@ -149,7 +149,7 @@ async def test_a_replica_of_an_update_is_not_excluded_before_its_end() -> None:
     async with group(ReferenceWorker(), ReferenceWorker()) as (manager, _, _):
         refused = []
 
-        def exclude(step: Step, _: tuple[str, ...]) -> None:
+        def exclude(step: UpdateStep, _: tuple[str, ...]) -> None:
             try:
                 manager.exclude("replica 0", "by hand")
             except UsageError:
@@ -157,7 +157,7 @@ async def test_a_replica_of_an_update_is_not_excluded_before_its_end() -> None:
 
         manager._on_step = exclude
         await manager.update(1)
-        assert {Step.TRANSFER, Step.LOAD} <= set(refused)
+        assert {UpdateStep.TRANSFER, UpdateStep.LOAD} <= set(refused)
         manager.exclude("replica 0", "by hand")
         await manager.update(2)
         assert manager.admitted == {"replica 1": 2}
@@ -307,7 +307,7 @@ async def test_a_pause_that_ends_late_is_followed_by_the_resume() -> None:
         await manager.update(1)
         worker.waits = True
         manager._limits = Limits(pause=0.3)
-        manager._on_step = lambda step, _: worker.go_on.set() if step is Step.PROVE else None
+        manager._on_step = lambda step, _: worker.go_on.set() if step is UpdateStep.PROVE else None
         with pytest.raises(WeightsTimeoutError):
             await manager.update(2)
         assert manager.admitted == {"replica 0": 1}
@@ -321,7 +321,9 @@ async def test_a_replica_whose_load_is_slow_does_not_keep_another_one_paused() -
     async with group(worker, quick) as (manager, _, _):
         await manager.update(1)
         resumed = asyncio.Event()
-        manager._on_step = lambda step, names: resumed.set() if (step, names) == (Step.RESUME, ("replica 1",)) else None
+        manager._on_step = lambda step, names: (
+            resumed.set() if (step, names) == (UpdateStep.RESUME, ("replica 1",)) else None
+        )
         updating = asyncio.ensure_future(manager.update(2))
         with going_on(worker):
             async with asyncio.timeout(20):
@@ -526,7 +528,7 @@ async def test_a_worker_that_is_late_is_asked_for_nothing_else_and_its_two_memor
         with pytest.raises(WeightsTimeoutError, match="did not finish load"):
             await manager.update(2)
         manager._limits = Limits()
-        manager._on_step = lambda step, _: worker.go_on.set() if step is Step.PAUSE else None
+        manager._on_step = lambda step, _: worker.go_on.set() if step is UpdateStep.PAUSE else None
         await manager.update(3)
         assert manager.admitted == {"replica 0": 3}
         manager._limits = Limits(transfer=1)
@@ -537,8 +539,8 @@ async def test_a_worker_that_is_late_is_asked_for_nothing_else_and_its_two_memor
         assert worker.served_checksum() == checksum_of(3)
         served: list[int | None] = []
 
-        def look(step: Step, _: tuple[str, ...]) -> None:
-            if step is Step.PAUSE:
+        def look(step: UpdateStep, _: tuple[str, ...]) -> None:
+            if step is UpdateStep.PAUSE:
                 served.append(worker.served_checksum())
                 worker.stage_on.set()
 

@@ -20,7 +20,7 @@ _LINGER_S = 5.0  # a killed writer's listeners may serve on, and keep its standa
 _ANSWER_S = 120.0  # beyond it something hangs
 
 
-class Worker:
+class BenchProcess:
     """A process that answers lines, by default one of this package. Use in a ``with``.
 
     Args:
@@ -95,7 +95,7 @@ class Worker:
         self.tell(message)
         return self.answer()
 
-    def __enter__(self) -> Worker:
+    def __enter__(self) -> BenchProcess:
         return self
 
     def __exit__(self, *_: object) -> None:

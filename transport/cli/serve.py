@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 EXAMPLE = "Example: transport serve --schema episode.json --slots 64 --ports 7000,7001 --name episodes"
 
 
-class Serving(msgspec.Struct, frozen=True, kw_only=True):
+class ServerReady(msgspec.Struct, frozen=True, kw_only=True):
     """The line printed when the server is ready; with --json the same as JSON."""
 
     segment: str
@@ -126,7 +126,7 @@ def serve(
                 exporter.add_ring(ring)
             server.start()
             stopped.starting = False
-            serving = Serving(
+            serving = ServerReady(
                 segment=ring.name,
                 ring=ring.ring_id,
                 addresses=server.addresses,
@@ -160,7 +160,7 @@ def _unread_kept_by_a_failed_start(ring: SharedRingBuffer, stopped: Stopped) -> 
         raise
 
 
-def _say(serving: Serving, json_target: str | None) -> None:
+def _say(serving: ServerReady, json_target: str | None) -> None:
     """Print one line and flush it: the starting process waits for it."""
     document = msgspec.json.encode(serving).decode()
     if json_target not in (None, "-"):

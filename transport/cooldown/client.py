@@ -73,7 +73,7 @@ class Taken(NamedTuple):
     record: EpochRecord
 
 
-class ClientOptions(TypedDict, total=False):
+class EpochClientOptions(TypedDict, total=False):
     """Options of every client, see `EpochClient`."""
 
     keep_steps: int

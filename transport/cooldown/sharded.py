@@ -21,8 +21,8 @@ from transport.cooldown.client import (
     AGAIN_MOST_S,
     POLL_S,
     STOP_WAIT_S,
-    ClientOptions,
     EpochClient,
+    EpochClientOptions,
     Save,
     local_copy,
     made_durable,
@@ -71,7 +71,7 @@ class ShardedClient(EpochClient):
         scratch: Path,
         launch: str,
         takeover_s: float = 60.0,
-        **options: Unpack[ClientOptions],
+        **options: Unpack[EpochClientOptions],
     ) -> None:
         super().__init__(store, run, name, save=save, scratch=scratch.absolute() / run / name, **options)
         if takeover_s <= 0:

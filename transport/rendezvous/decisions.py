@@ -62,7 +62,7 @@ class OpenNext(NamedTuple):
     why: str
 
 
-class Close(NamedTuple):
+class CloseRun(NamedTuple):
     """End the run."""
 
     reason: Reason
@@ -72,7 +72,7 @@ class Close(NamedTuple):
 _MOST_NAMED = 4
 _DIGITS = re.compile(r"([0-9]+)")
 
-Act: TypeAlias = Complete | OpenNext | Close
+Act: TypeAlias = Complete | OpenNext | CloseRun
 Rule: TypeAlias = Callable[[Snapshot, Rules], Act | None]
 Position: TypeAlias = tuple[tuple[tuple[int, str], ...], ...]
 
@@ -121,7 +121,7 @@ def _overdue(snapshot: Snapshot, rules: Rules) -> Act | None:
     here, least = len(_current(snapshot)), snapshot.round.least
     if here >= least or snapshot.open_s < rules.join_timeout_s:
         return None
-    return Close(
+    return CloseRun(
         Reason.FAILURE,
         f"{here} of {least} members joined round {snapshot.round.number} within {rules.join_timeout_s:g} s",
     )
@@ -130,7 +130,7 @@ def _overdue(snapshot: Snapshot, rules: Rules) -> Act | None:
 def _all_done(snapshot: Snapshot, rules: Rules) -> Act | None:
     done = {(seat.slot, seat.member) for seat in _current(snapshot) if seat.status is Status.DONE}
     all_done = bool(snapshot.active) and all((peer.slot, peer.member) in done for peer in snapshot.active)
-    return Close(Reason.SUCCESS, f"all {len(snapshot.active)} members are done") if all_done else None
+    return CloseRun(Reason.SUCCESS, f"all {len(snapshot.active)} members are done") if all_done else None
 
 
 def _broken(snapshot: Snapshot, rules: Rules) -> Act | None:
@@ -167,7 +167,9 @@ def without(before: Sequence[Peer], now: Sequence[Seat], why: str) -> str:
 
 def _reopen(snapshot: Snapshot, rules: Rules, why: str) -> Act:
     if rules.most_rounds is not None and snapshot.round.number >= rules.most_rounds:
-        return Close(Reason.FAILURE, f"{why}; round {snapshot.round.number} was the last of {rules.most_rounds} rounds")
+        return CloseRun(
+            Reason.FAILURE, f"{why}; round {snapshot.round.number} was the last of {rules.most_rounds} rounds"
+        )
     return OpenNext(why)
 
 

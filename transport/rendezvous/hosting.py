@@ -14,7 +14,7 @@ import msgspec
 
 from transport.errors import StoreError
 from transport.rendezvous.closing import closed
-from transport.rendezvous.decisions import Act, Close, Complete, OpenNext, Snapshot, decide, without
+from transport.rendezvous.decisions import Act, CloseRun, Complete, OpenNext, Snapshot, decide, without
 from transport.rendezvous.leased import Leased
 from transport.rendezvous.records import Closing, Keys, Peer, Phase, Place, Role, Roster, Round, Seat, Status
 from transport.rendezvous.rules import Rules
@@ -179,7 +179,7 @@ class Hosting:
             case OpenNext(why):
                 number = current.number + 1
                 return msgspec.structs.replace(current, number=number, phase=Phase.OPEN, why=why[:1024]), []
-            case Close(reason, message):
+            case CloseRun(reason, message):
                 return closed(self._keys.run, current, reason, self._me, message), []
 
     def _places(self, number: int, active: list[Seat], standby: list[Seat]) -> list[Change]:

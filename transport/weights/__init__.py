@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from transport.weights.plan.admission import Admission
     from transport.weights.plan.steps import Limits
     from transport.weights.versions.layout import weights_checksum
-    from transport.weights.worker import ReferenceWorker, Replica, RolloutWorker, Source, Trainer
+    from transport.weights.worker import ReferenceWorker, Replica, RolloutWorker, TensorSource, WeightsTrainer
 
 _HOMES = {
     "Admission": "plan.admission",
@@ -26,9 +26,9 @@ _HOMES = {
     "Replica": "worker",
     "WeightsEngine": "engine",
     "RolloutWorker": "worker",
-    "Source": "worker",
+    "TensorSource": "worker",
     "Taker": "offers",
-    "Trainer": "worker",
+    "WeightsTrainer": "worker",
     "WeightUpdate": "manager",
     "WeightsStatistics": "manager",
     "offer": "offers",
@@ -40,8 +40,8 @@ __all__ = [  # noqa: RUF022  # in the order in which a user meets them
     "UpdateOutcome",
     "WeightsStatistics",
     "Limits",
-    "Trainer",
-    "Source",
+    "WeightsTrainer",
+    "TensorSource",
     "Replica",
     "RolloutWorker",
     "ReferenceWorker",

@@ -20,7 +20,7 @@ import msgspec
 
 from transport.errors import ClosedError, UsageError, WeightsError
 from transport.weights.plan.admission import Admission, AdmissionEvent, AdmissionState
-from transport.weights.plan.steps import POLICIES, Limits, Policy, Step, VersionProof
+from transport.weights.plan.steps import POLICIES, Limits, Policy, UpdateStep, VersionProof
 from transport.weights.updating import ReplicaMember, Run, TrainerMember, text_of
 
 
@@ -75,7 +75,7 @@ class WeightUpdate:
         *,
         policy: Policy = "restore",
         limits: Limits | None = None,
-        on_step: Callable[[Step, tuple[str, ...]], None] = lambda step, members: None,
+        on_step: Callable[[UpdateStep, tuple[str, ...]], None] = lambda step, members: None,
     ) -> None:
         if policy not in POLICIES:
             raise UsageError(f"policy={policy!r}: choose {', '.join(map(repr, POLICIES))}")
@@ -248,7 +248,7 @@ class WeightUpdate:
         resuming = {
             each.member: f"{each.step}: {text_of(each.error)}"
             for each in reversed(run.failures)
-            if each.step is Step.RESUME
+            if each.step is UpdateStep.RESUME
         }
         for name, verdict in run.verdicts.items():
             before = self._admissions[name]

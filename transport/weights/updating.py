@@ -25,8 +25,8 @@ from transport.weights.plan.steps import (
     Metadata,
     Policy,
     ReplicaVerdict,
-    Step,
     StepFailure,
+    UpdateStep,
     VersionProof,
     known_alone,
     verdicts,
@@ -106,7 +106,7 @@ class Run:
         *,
         policy: Policy,
         limits: Limits,
-        on_step: Callable[[Step, tuple[str, ...]], None],
+        on_step: Callable[[UpdateStep, tuple[str, ...]], None],
         whole: bool,
         old: Mapping[str, VersionProof | None],
         pausing: Callable[[str], None],
@@ -133,13 +133,13 @@ class Run:
         self._sent: set[VersionProof] = set()
         self._landed: dict[str, VersionProof] = {}
         self._dropped: set[str] = set()  # replicas that the stage went on without
-        self._late: set[tuple[Step, str]] = set()
+        self._late: set[tuple[UpdateStep, str]] = set()
         self._prepared: set[str] = set()
         self._paused: dict[str, float] = {}  # since when
         self._under_way: set[asyncio.Task[Any]] = set()  # of the stage
         self._staging = True
         self._stopped = False  # the stage failed: nothing is committed
-        self._step_now = Step.PREPARE
+        self._step_now = UpdateStep.PREPARE
         self._judged = asyncio.Event()  # every paused replica has proven what it serves, or could not
 
     # --- failures -----------------------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ class Run:
         for task in self._under_way:
             task.cancel()
 
-    def _fail(self, step: Step, member: str, error: BaseException) -> None:
+    def _fail(self, step: UpdateStep, member: str, error: BaseException) -> None:
         self.failures.append(StepFailure(step, member, error))
         if self._staging:
             if self._policy == "exclude" and step in DROPS_ONE and member in self._replicas:
@@ -203,7 +203,10 @@ class Run:
             await self._tidy()
 
     async def _finalize(self) -> None:
-        for step, members in ((Step.FINALIZE_TRAINERS, self._trainers), (Step.FINALIZE_REPLICAS, self._replicas)):
+        for step, members in (
+            (UpdateStep.FINALIZE_TRAINERS, self._trainers),
+            (UpdateStep.FINALIZE_REPLICAS, self._replicas),
+        ):
             await self._step(step, [name for name in members if name in self._prepared], self._limits.of(step))
 
     def _fall_back(self) -> None:
@@ -232,7 +235,7 @@ class Run:
             if self._stopped:
                 return
             members = [*self._trainers, *self._group]
-            if step is Step.PAUSE_IN_PLACE:
+            if step is UpdateStep.PAUSE_IN_PLACE:
                 in_place = (name for name in self._group if self._metadata[name].get("in_place"))
                 members = [name for name in in_place if name not in self._paused]
                 for name in members:
@@ -243,29 +246,29 @@ class Run:
         for name in self._group:
             if self._landed.get(name) != self.new or self.new is None:
                 what = f"{name} has landed {self._landed.get(name)}, and the senders sent {self.new}"
-                self._fail(Step.TRANSFER, name, MemberFailedError(what))
+                self._fail(UpdateStep.TRANSFER, name, MemberFailedError(what))
 
     async def _commit(self, name: str, load: bool, left: set[str]) -> None:
         """Have one replica load what it has landed, or without ``load`` go on as it is; its version is proven."""
         ready = name in self._paused  # in place: paused before the transfer
         if not ready:
             self._begin_pause(name)
-            ready = await self._one(Step.PAUSE, name)
+            ready = await self._one(UpdateStep.PAUSE, name)
         if load and ready:
-            if await self._one(Step.LOAD, name) and self.proofs[name] != self.new:
-                self._fail(Step.LOAD, name, MemberFailedError(f"{name} does not prove v{self._version}"))
+            if await self._one(UpdateStep.LOAD, name) and self.proofs[name] != self.new:
+                self._fail(UpdateStep.LOAD, name, MemberFailedError(f"{name} does not prove v{self._version}"))
             # A load that is late goes on: nothing can be loaded before it ends, and nothing is proven.
-            if self.proofs[name] != self.new and (Step.LOAD, name) not in self._late:
+            if self.proofs[name] != self.new and (UpdateStep.LOAD, name) not in self._late:
                 self.proofs[name] = None
-                await self._one(Step.RESTORE, name)
+                await self._one(UpdateStep.RESTORE, name)
         else:
-            await self._one(Step.PROVE, name)
+            await self._one(UpdateStep.PROVE, name)
         left.discard(name)
         if not left:
             self._judged.set()
         if not known_alone(self._policy, self.proofs[name], self.new):
             await self._judged.wait()
-        await self._one(Step.RESUME, name)
+        await self._one(UpdateStep.RESUME, name)
         self.pause_s[name] = time.monotonic() - self._paused[name]
 
     @property
@@ -295,11 +298,11 @@ class Run:
                     log.exception("the segments of %s were not removed; run: transport reclaim", member.name)
 
     # --- a step -----------------------------------------------------------------------------------------------
-    async def _one(self, step: Step, name: str) -> bool:
+    async def _one(self, step: UpdateStep, name: str) -> bool:
         """Have one replica do a step; whether it did."""
         return not await self._step(step, [name], self._limits.of(step))
 
-    async def _step(self, step: Step, members: Sequence[str], limit_s: float) -> list[tuple[str, BaseException]]:
+    async def _step(self, step: UpdateStep, members: Sequence[str], limit_s: float) -> list[tuple[str, BaseException]]:
         """Run a step with all these members at once; returns failures, causes first, then in the order of time."""
         if not members:
             return []
@@ -310,7 +313,7 @@ class Run:
         except Exception:  # an observer's error must not leave replicas paused
             log.exception("the on_step callback failed at step %s", step)
         with spans.span(f"transport.weights.{step}", members=list(members), version=self._version) as of_step:
-            failed = self._topology() if step is Step.TOPOLOGY else await self._asking(step, members, limit_s)
+            failed = self._topology() if step is UpdateStep.TOPOLOGY else await self._asking(step, members, limit_s)
             for _, error in failed:
                 if of_step is not None:
                     of_step.record_exception(error)
@@ -320,7 +323,9 @@ class Run:
         self.steps_s[step.value] = before + took if self._staging else max(before, took)
         return failed
 
-    async def _asking(self, step: Step, members: Sequence[str], limit_s: float) -> list[tuple[str, BaseException]]:
+    async def _asking(
+        self, step: UpdateStep, members: Sequence[str], limit_s: float
+    ) -> list[tuple[str, BaseException]]:
         failed: list[tuple[str, BaseException]] = []
 
         async def one(name: str) -> None:
@@ -341,7 +346,7 @@ class Run:
             self._under_way = set(tasks)
         late = await self._over(step, limit_s, set(tasks), failed)
         self._under_way = set()
-        gave_up = step is Step.CONNECT and bool(failed)
+        gave_up = step is UpdateStep.CONNECT and bool(failed)
         for task in late:
             task.cancel()
             self._late.add((step, tasks[task]))
@@ -354,7 +359,7 @@ class Run:
         return sorted(failed, key=lambda each: isinstance(each[1], ParentLostError | ChildrenLostError))
 
     async def _over(
-        self, step: Step, limit_s: float, left: set[asyncio.Task[None]], failed: list[tuple[str, BaseException]]
+        self, step: UpdateStep, limit_s: float, left: set[asyncio.Task[None]], failed: list[tuple[str, BaseException]]
     ) -> set[asyncio.Task[None]]:
         """Wait until the step is over; returns the members that have not ended.
 
@@ -362,9 +367,9 @@ class Run:
         """
         until = time.monotonic() + limit_s
         while left and (passed := until - time.monotonic()) > 0:
-            when = asyncio.FIRST_COMPLETED if step is Step.CONNECT else asyncio.ALL_COMPLETED
+            when = asyncio.FIRST_COMPLETED if step is UpdateStep.CONNECT else asyncio.ALL_COMPLETED
             _, left = await asyncio.wait(left, timeout=passed, return_when=when)
-            if step is Step.CONNECT and failed:
+            if step is UpdateStep.CONNECT and failed:
                 _, left = await asyncio.wait(left, timeout=_GRACE_S) if left else (set(), left)
                 break
         return left
@@ -382,39 +387,39 @@ class Run:
             return [("", error)]
         return []
 
-    async def _ask(self, step: Step, name: str) -> None:
+    async def _ask(self, step: UpdateStep, name: str) -> None:
         result = await self._call(step, name)
         check(result, step.value)
-        if step is Step.PREPARE:
+        if step is UpdateStep.PREPARE:
             if not isinstance(result, dict):
                 raise MemberFailedError(f"{name}: prepare returned {result!r:.80}, expected a dict")
             self._metadata[name] = result
-        elif step is Step.TRANSFER and isinstance(result, VersionProof):
+        elif step is UpdateStep.TRANSFER and isinstance(result, VersionProof):
             if name in self._replicas:
                 self._landed[name] = result
             else:
                 self._sent.add(result)
-        elif step in (Step.LOAD, Step.RESTORE, Step.PROVE):
+        elif step in (UpdateStep.LOAD, UpdateStep.RESTORE, UpdateStep.PROVE):
             self.proofs[name] = result if isinstance(result, VersionProof) else None
 
-    def _call(self, step: Step, name: str) -> Coroutine[Any, Any, Any]:
+    def _call(self, step: UpdateStep, name: str) -> Coroutine[Any, Any, Any]:
         member, replica = self._members[name], self._replicas.get(name)
-        if step is Step.PREPARE:
+        if step is UpdateStep.PREPARE:
             self._prepared.add(name)
             return member.prepare()
-        if step is Step.CONNECT:
+        if step is UpdateStep.CONNECT:
             return member.init_process_group(self._arguments[name])
-        if step in (Step.FINALIZE_TRAINERS, Step.FINALIZE_REPLICAS):
+        if step in (UpdateStep.FINALIZE_TRAINERS, UpdateStep.FINALIZE_REPLICAS):
             return member.finalize()
         if replica is None:
             return self._trainers[name].send_weights(self._version)
-        plain: dict[Step, Callable[[], Coroutine[Any, Any, Any]]] = {
-            Step.PAUSE_IN_PLACE: replica.pause,
-            Step.TRANSFER: lambda: replica.land(self._version),
-            Step.PAUSE: replica.pause,
-            Step.LOAD: replica.load,
-            Step.RESTORE: replica.restore,
-            Step.PROVE: replica.prove,
-            Step.RESUME: lambda: self._resumed(replica),
+        plain: dict[UpdateStep, Callable[[], Coroutine[Any, Any, Any]]] = {
+            UpdateStep.PAUSE_IN_PLACE: replica.pause,
+            UpdateStep.TRANSFER: lambda: replica.land(self._version),
+            UpdateStep.PAUSE: replica.pause,
+            UpdateStep.LOAD: replica.load,
+            UpdateStep.RESTORE: replica.restore,
+            UpdateStep.PROVE: replica.prove,
+            UpdateStep.RESUME: lambda: self._resumed(replica),
         }
         return plain[step]()

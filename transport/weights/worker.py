@@ -1,4 +1,4 @@
-"""RolloutWorker, which a rollout engine implements to receive weights; Replica and Trainer, the members of an update.
+"""RolloutWorker, which a rollout engine implements to receive weights; Replica and WeightsTrainer, members of updates.
 
     class MyWorker(RolloutWorker):
         def abort(self): self.llm.abort_all_requests()
@@ -222,17 +222,17 @@ class Replica:
         await self._weights.finalize()
 
 
-class Source(Protocol):
+class TensorSource(Protocol):
     """Where a trainer's tensors come from."""
 
     def weights(self, version: int) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
         """Every tensor of a version, in an order that stays."""
 
 
-class Trainer:
+class WeightsTrainer:
     """A trainer's engine and its tensors, as a manager drives them."""
 
-    def __init__(self, engine: WeightsEngine, source: Source) -> None:
+    def __init__(self, engine: WeightsEngine, source: TensorSource) -> None:
         self.engine = engine
         self.name = engine.name
         self.source = source

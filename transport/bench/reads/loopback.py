@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from transport.bench.processes import Worker
+from transport.bench.processes import BenchProcess
 from transport.bench.reads.content import Tally
 from transport.bench.reads.reader import ON_DEVICE, Look, Portion, Reading, Timed
 from transport.bench.reads.writer import Writing, WrittenBatch
@@ -85,7 +85,7 @@ def measure(case: Case, seconds: float) -> Sample:
         device=case.case == ON_DEVICE,
         prefix=segment_prefix("bench"),
     )
-    with Worker("transport.bench.reads.writer", writing) as writer:
+    with BenchProcess("transport.bench.reads.writer", writing) as writer:
         return measured(case, seconds, writer)
 
 
@@ -103,7 +103,7 @@ def measured(case: Case, seconds: float, writer: Writer) -> Sample:
     """
     with contextlib.ExitStack() as stack:
         readers = [
-            stack.enter_context(Worker("transport.bench.reads.reader", _reading(case, rank)))
+            stack.enter_context(BenchProcess("transport.bench.reads.reader", _reading(case, rank)))
             for rank in range(case.readers)
         ]
         tally = Tally(seconds)

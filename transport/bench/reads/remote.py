@@ -1,6 +1,6 @@
 """The benchmark over two hosts: `bench serve` writes what is asked for, `bench fetch` reads it, verifies and times it.
 
-    fetch ── TCP ──► serve     one line: `Wanted`                      serve answers with its machine
+    fetch ── TCP ──► serve     one line: `WantedRead`                      serve answers with its machine
           ──────────────────►  an empty line for each batch            and the tickets of the batch
           ◄─── UCX: payloads   from listeners of a writing process, over the wire that is measured
 
@@ -21,7 +21,7 @@ from typing import Annotated, Any, Final
 import msgspec
 
 from transport.bench.machine import machine
-from transport.bench.processes import Worker
+from transport.bench.processes import BenchProcess
 from transport.bench.reads import loopback
 from transport.bench.reads.reader import ON_DEVICE
 from transport.bench.reads.writer import Writing
@@ -37,7 +37,7 @@ _END_S: Final = 30.0
 _ANSWER_S: Final = 150.0  # the writing process has two minutes itself
 
 
-class Wanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class WantedRead(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What the fetching side asks for."""
 
     size_bytes: Annotated[int, msgspec.Meta(ge=1, le=MOST_BYTES)]
@@ -115,7 +115,7 @@ class _Handler(socketserver.StreamRequestHandler):
         line = self.rfile.readline(4096)
         if not line.strip():
             return
-        wanted = msgspec.json.decode(line, type=Wanted)
+        wanted = msgspec.json.decode(line, type=WantedRead)
         if wanted.size_bytes * wanted.payloads > MOST_BYTES:
             raise ProtocolError(f"{wanted.payloads} payloads of {wanted.size_bytes} bytes are more than {MOST_BYTES}")
         writing = Writing(
@@ -127,7 +127,7 @@ class _Handler(socketserver.StreamRequestHandler):
             addresses=self.server.addresses,
             reachable=True,
         )
-        with Worker("transport.bench.reads.writer", writing) as writer:
+        with BenchProcess("transport.bench.reads.writer", writing) as writer:
             self._say(Greeting(machine=machine()))
             while self.rfile.readline(4096):  # not before it is asked for: a full ring would hold up the end
                 self._say(writer.ask({}))
@@ -144,7 +144,7 @@ class RemoteWriter:
         LinkError: the other side refused, or ended.
     """
 
-    def __init__(self, host: str, port: int, wanted: Wanted) -> None:
+    def __init__(self, host: str, port: int, wanted: WantedRead) -> None:
         try:
             self._socket = socket.create_connection((host, port), _CONNECT_S)
         except OSError as error:
@@ -220,7 +220,7 @@ def measure(host: str, port: int, case: Case, seconds: float, listeners: int) ->
         LinkError: a process failed, a payload was not what had been written, or another wire carried it than was asked
             for: then there is no figure.
     """
-    wanted = Wanted(
+    wanted = WantedRead(
         size_bytes=case.size_bytes, payloads=case.payloads, listeners=listeners, device=case.case == ON_DEVICE
     )
     with RemoteWriter(host, port, wanted) as writer:

@@ -26,7 +26,7 @@ Weights = Iterable[tuple[str, Any]] | AsyncIterator[tuple[str, Any]]
 Metadata = dict[str, Any]  # what a member's `prepare` returns
 
 
-class Step(enum.StrEnum):
+class UpdateStep(enum.StrEnum):
     """Steps of an update, in this order."""
 
     PREPARE = "prepare"
@@ -43,8 +43,10 @@ class Step(enum.StrEnum):
     FINALIZE_REPLICAS = "finalize replicas"
 
 
-STAGE = (Step.PREPARE, Step.TOPOLOGY, Step.CONNECT, Step.PAUSE_IN_PLACE, Step.TRANSFER)
-DROPS_ONE = frozenset({Step.PREPARE, Step.TRANSFER})  # the others can go on without a replica that fails here
+STAGE = (UpdateStep.PREPARE, UpdateStep.TOPOLOGY, UpdateStep.CONNECT, UpdateStep.PAUSE_IN_PLACE, UpdateStep.TRANSFER)
+DROPS_ONE = frozenset(
+    {UpdateStep.PREPARE, UpdateStep.TRANSFER}
+)  # the others can go on without a replica that fails here
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,28 +62,28 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     resume: float = 60.0
     total: float = 900.0
 
-    def of(self, step: Step) -> float:
+    def of(self, step: UpdateStep) -> float:
         """The limit of one step."""
         return {
-            Step.PREPARE: self.prepare,
-            Step.TOPOLOGY: self.connect,
-            Step.CONNECT: self.connect,
-            Step.PAUSE_IN_PLACE: self.pause,
-            Step.TRANSFER: self.transfer,
-            Step.PAUSE: self.pause,
-            Step.LOAD: self.load,
-            Step.RESTORE: self.load,
-            Step.PROVE: self.prove,
-            Step.RESUME: self.resume,
-            Step.FINALIZE_TRAINERS: self.finalize,
-            Step.FINALIZE_REPLICAS: self.finalize,
+            UpdateStep.PREPARE: self.prepare,
+            UpdateStep.TOPOLOGY: self.connect,
+            UpdateStep.CONNECT: self.connect,
+            UpdateStep.PAUSE_IN_PLACE: self.pause,
+            UpdateStep.TRANSFER: self.transfer,
+            UpdateStep.PAUSE: self.pause,
+            UpdateStep.LOAD: self.load,
+            UpdateStep.RESTORE: self.load,
+            UpdateStep.PROVE: self.prove,
+            UpdateStep.RESUME: self.resume,
+            UpdateStep.FINALIZE_TRAINERS: self.finalize,
+            UpdateStep.FINALIZE_REPLICAS: self.finalize,
         }[step]
 
 
 class StepFailure(NamedTuple):
     """A failure of a step. ``member`` "" is the manager itself."""
 
-    step: Step
+    step: UpdateStep
     member: str
     error: BaseException
 
