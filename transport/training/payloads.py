@@ -88,8 +88,18 @@ class BatchPayload(Payload):
 
     @property
     def fields(self) -> Mapping[str, Any]:
-        """All fields by name."""
-        return self._batch.fields(self._at)
+        """All fields by name; made once for a batch."""
+        batch, at = self._batch, self._at
+        if (known := batch._fields.get(at)) is None:
+            if (joined := batch.joined.get(at)) is not None and joined.payload is not None:
+                known = joined.payload
+            elif batch._gathered is not None:
+                known = batch._gathered.payload(at)
+            else:
+                schema = self.schema
+                known = decoded_views(self.ticket.layout(schema), self.data, schema.kinds if schema else {})
+            batch._fields[at] = known
+        return known
 
 
 class Payloads(Sequence[BatchPayload]):
@@ -252,23 +262,6 @@ class Payloads(Sequence[BatchPayload]):
         """Return the ticket of the payload at this position."""
         part, index = self.part(at)
         return Ticket.decode(part.note(index))
-
-    def fields(self, at: int) -> Mapping[str, Any]:
-        """Return the fields of the payload at this position, by name."""
-        if (known := self._fields.get(at)) is None:
-            if (joined := self.joined.get(at)) is not None and joined.payload is not None:
-                known = joined.payload
-            else:
-                known = self._described(at) if self._gathered is None else self._gathered.payload(at)
-            self._fields[at] = known
-        return known
-
-    def _described(self, at: int) -> Mapping[str, Any]:
-        """Return the fields of a payload as its ticket describes them."""
-        ticket = self.ticket(at)
-        schema = self.schema_of(ticket)
-        kinds = schema.kinds if schema else {}
-        return decoded_views(ticket.layout(schema), np.frombuffer(self.data(at), np.uint8), kinds)
 
     def schema_of(self, ticket: Ticket) -> Schema | None:
         """Return the schema that describes a payload; None: neither its ticket nor the trainer has it."""
