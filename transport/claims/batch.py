@@ -147,6 +147,7 @@ class ClaimedRows:
 
     def answer(self, positions: Positions, codes: Codes, end: End, again: bool = False) -> None:
         """Take the ring's codes, one for each. What is out of reach is in question. On the loop."""
+        assert asyncio._get_running_loop() is self.connection.loop, "verdicts belong to the loop"
         if any(codes):
             verdicts = {ACCEPTED: int(end.verdict), OUT_OF_REACH: _IN_QUESTION}
             self.verdicts[positions] = [verdicts.get(code, _REFUSED) for code in codes]

@@ -549,6 +549,7 @@ class ClaimConnections:
     # --- claims -------------------------------------------------------------------------------------
     def hold(self, connection: ClaimConnection, rows: Rows) -> tuple[ClaimedRows, _ring.OwnedClaims]:
         """The claims of these rows, and their owner: what is open goes back with it."""
+        assert asyncio._get_running_loop() is self._loop, "connections belong to their client's loop"
         number = next(self._numbers)
         return ClaimedRows(connection, rows, number, self._held), self._dropped.owned(number, len(rows))
 

@@ -168,6 +168,7 @@ class Demands:
     def _turn(self) -> None:
         if self._closed:
             return
+        assert asyncio._get_running_loop() is self._loop, "demands belong to their client's loop"
         now = time.monotonic()
         look_at = self._looked + _LOOK_S
         if len(self._connected) <= _FEW or now >= look_at:

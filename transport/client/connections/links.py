@@ -124,6 +124,7 @@ class Links:
 
         It is healed by an answer, and a refusal is one. What this side ended itself says nothing about the port.
         """
+        assert asyncio._get_running_loop() is self._tender.get_loop(), "ports belong to their client's loop"
         if isinstance(error, WrongRingError):
             self.routes.serves_another(ring, port)
             return True
