@@ -229,9 +229,10 @@ gpu-wheels: ## what make gpu needs where nothing can be fetched, into build/whee
 	  --dest build/wheels $(GPU_WHEELS)
 	@du -sh build/wheels
 
-lint: $(VENV)/installed ## ruff and mypy
+lint: $(VENV)/installed ## ruff, mypy, and the names and docstrings of the package
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@$(BIN)/python tests/support/words.py
 	@$(WAITING) mypy 30 $(BIN)/mypy
 	@MYPYPATH=.:tests/support:benchmarks/cluster:benchmarks/harness $(WAITING) "mypy benchmarks" 10 $(BIN)/mypy $(wildcard benchmarks/*.py)
 	@MYPYPATH=. $(WAITING) "mypy benchmarks/job" 10 $(BIN)/mypy --explicit-package-bases -p benchmarks.job -m benchmarks.peers.loopback -m benchmarks.peers.plot

@@ -1,4 +1,4 @@
-"""What an operator sets: `transport.toml` and environment variables ``TRANSPORT_…``, for every command and mixin.
+"""The operator's configuration: `transport.toml` and variables ``TRANSPORT_…``, for every command and mixin.
 
     read_timeout_s = 20.0            # transport.toml
     wires = ["shm", "tcp"]
@@ -91,7 +91,7 @@ class Configuration(OperatorSettings, frozen=True, forbid_unknown_fields=True, k
         return frozenset(self.wires) - {"mapped"} or None
 
     def secret(self) -> bytes | None:
-        """What ``secret_file`` holds, without a newline at its end. ConfigurationError where it cannot be used."""
+        """Return the contents of ``secret_file`` without a last newline. ConfigurationError if it cannot be used."""
         if not self.secret_file:
             return None
         path = expanded(self.secret_file)
@@ -179,7 +179,7 @@ def configuration() -> Configuration:
 
 
 def lease_or_configured(lease_s: float | None) -> float:
-    """What a caller gave for the lease of claims, else what the operator configured."""
+    """Return what a caller gave for the lease of claims, else what the operator configured."""
     return configuration().claim_lease_s if lease_s is None else lease_s
 
 
@@ -250,12 +250,12 @@ def _converted(key: str, value: Any, where: str, *, strict: bool) -> Any:
 
 
 def _shown(value: Any) -> str:
-    """As it stands in the environment."""
+    """Return the text that would stand in the environment."""
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _wanted(kind: Any, strict: bool) -> str:
-    """What a value of this type is, in words; "" where only the error says it. ``strict``: in a file."""
+    """Return what a value of this type is, in words; "" where only the error says it. ``strict``: in a file."""
     several = typing.get_origin(kind) is tuple
     inner, bounds, described = (typing.get_args(kind)[0] if several else kind), "", ""
     while typing.get_origin(inner) in (Annotated, Union, types.UnionType):

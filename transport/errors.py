@@ -341,7 +341,7 @@ class UploadCancelledError(RunError):
 
 
 class CheckpointDamagedError(RunError):
-    """What lies at the destination is not what its manifest, or the record of its epoch, says."""
+    """The files at the destination differ from their manifest, or from the record of their epoch."""
 
 
 class NoCheckpointError(RunError):
@@ -367,7 +367,7 @@ class WeightsTimeoutError(WeightsError, TimeoutError):
 
 
 class WeightsChecksumError(WeightsError):
-    """What arrived as a version is not that version, by its checksum. It is not loaded."""
+    """The bytes that arrived as a version have another checksum. They are not loaded."""
 
 
 class MemberLostError(WeightsError):

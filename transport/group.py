@@ -1,4 +1,4 @@
-"""What a ticket says of its payload's group: the group's name, of how many samples it is, and the sample's weight.
+"""The group of a payload, as its ticket has it: the group's name, of how many samples it is, and the sample's weight.
 
     metadata = in_group({"reward": 1.0}, "prompt 12", of=8, tokens=1234)
     group_of(metadata)                  # GroupOf(name="prompt 12", of=8, tokens=1234)

@@ -157,7 +157,7 @@ class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def counted(self) -> bool:
-        """Whether it has a number in tickets: ragged, or optional."""
+        """True if it has a number in tickets: ragged, or optional."""
         return self.ragged or self.optional
 
     def count(self, entries: int | None) -> int:
@@ -375,7 +375,7 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
 
     @cached_property
     def _units(self) -> tuple[tuple[str, np.dtype[Any], tuple[int, ...], int, bool, str, bool], ...]:
-        """Of each tensor name, dtype, shape and bytes, if it is ragged those of one of its rows, whether it is, its
+        """For each tensor name, dtype, shape and bytes, if it is ragged those of one of its rows, whether it is, its
         kind, and whether it is optional: a reader computes the layout of every payload.
         """
         units = []

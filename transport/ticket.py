@@ -169,7 +169,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def bare(self) -> bool:
-        """Whether the slot has no fields: it was written for its metadata."""
+        """True if the slot has no fields: it was written for its metadata."""
         return not self.size and self.schema is None and self.schema_fingerprint == NO_SCHEMA
 
     @property
@@ -184,7 +184,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return f"<Ticket {self.name} {self.size} bytes, readers={self.readers}>"
 
     def __rich_repr__(self) -> Any:
-        """What rich prints in tracebacks: like `repr`, without the key."""
+        """Return what rich prints in tracebacks: like `repr`, without the key."""
         yield self.name
 
     # --- using ---------------------------------------------------------------------------------
@@ -449,7 +449,7 @@ def _origin(text: object) -> tuple[str, int, int] | None:
 
 
 def encoded_metadata(metadata: Mapping[str, Any]) -> bytes:
-    """As it stands in an encoded ticket. TicketError for what a ticket cannot have."""
+    """Return the bytes in an encoded ticket. TicketError for what a ticket cannot have."""
     return _encode(_plain(metadata))
 
 

@@ -65,7 +65,7 @@ def address(barrier: UpdateBarrier, shards: str, version: int, phase: Phase, **o
 
 
 def load(model: Any, named_tensors: list[tuple[str, Any]]) -> None:
-    """What SGLang calls. An error is logged, and the trainer's `UpdateBarrier` raises it.
+    """Load a version; SGLang calls this. An error is logged, and the trainer's `UpdateBarrier` raises it.
 
     SGLang ends its server for an error of a loader, so it gets one only where the weights are a mixture: a load failed,
     and the version before could not be loaded again.

@@ -136,7 +136,7 @@ class PayloadTransport(CheckpointTransport[Any]):  # type: ignore[misc]  # torch
 
 
 def _plain(value: Any) -> Any:
-    """Of dicts, lists, tuples and tensors in host memory, as they are sent; what is of another class stays as it is."""
+    """Return dicts, lists, tuples and tensors in host memory as they are sent; another class's value stays as it is."""
     if isinstance(value, DTensor):
         return {_LOCAL: _plain(value._local_tensor)}
     if isinstance(value, torch.Tensor):
@@ -149,7 +149,7 @@ def _plain(value: Any) -> Any:
 
 
 def _placed(value: Any, own: Any, path: str) -> Any:
-    """What was sent, with its DTensors placed as in this replica's own state."""
+    """Return what was sent, with its DTensors placed as in this replica's own state."""
     if type(value) is dict and value.keys() == {_LOCAL}:
         if not isinstance(own, DTensor):
             raise UsageError(f"{path}: a DTensor was received: give PayloadTransport(…, state_dict=…), with its like")

@@ -1,4 +1,4 @@
-"""What verl loads in every process, by the entry-point group ``verl.plugins``: nothing until TransferQueue is imported.
+"""The plugin that verl loads in every process (entry-point group ``verl.plugins``): inert without TransferQueue.
 
 Then, and at once where it has been imported, transport.adapters.transferqueue registers the backend. A process that
 does not use TransferQueue imports neither torch nor Ray for it. An error does not stop the import of TransferQueue: it

@@ -1,4 +1,4 @@
-"""What vLLM's processes load by the entry point `vllm.general_plugins`. An error costs vLLM one log line."""
+"""The plugin that vLLM's processes load by the entry point `vllm.general_plugins`. An error costs vLLM one log line."""
 
 from __future__ import annotations
 

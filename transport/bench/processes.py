@@ -45,11 +45,11 @@ class BenchProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process itself."""
+        """Process id of the process itself."""
         return self._process.pid
 
     def ended(self, within_s: float = 0.0) -> bool:
-        """Whether it ends within that time."""
+        """Return whether it ends within that time."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(within_s)
         return self._process.returncode is not None
@@ -120,7 +120,7 @@ class BenchProcess:
 
 
 def last_line(output: bytes) -> str:
-    """What a program said last, which mostly is why it ended."""
+    """Return what a program said last, which mostly is why it ended."""
     lines = output.decode(errors="replace").strip().splitlines()
     return lines[-1].strip() if lines else "it said nothing"
 

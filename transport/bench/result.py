@@ -1,4 +1,4 @@
-"""What a measurement is, and what comes out of it: cases, samples, rows, and the report that is printed."""
+"""Measurements and their results: cases, samples, rows, and the report that is printed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def label(self) -> str:
-        """As messages name it."""
+        """Name of the case in messages."""
         return f"{self.case} over {self.wire}, {show_size(self.size_bytes)}, {self.concurrency} in flight"
 
 

@@ -11,7 +11,7 @@ from transport.runtime.progress import Progress
 
 
 class AnyCase(Protocol):
-    """What is measured: whose it is, its size in bytes, and its name with the size."""
+    """A case to measure: whose it is, its size in bytes, and its name with the size."""
 
     @property
     def peer(self) -> str: ...
@@ -22,7 +22,7 @@ class AnyCase(Protocol):
 
 
 class AnySample(Protocol):
-    """What one repetition gave: of ``count`` payloads."""
+    """Sample of one repetition: of ``count`` payloads."""
 
     @property
     def count(self) -> int: ...

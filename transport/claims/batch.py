@@ -33,7 +33,7 @@ OUT_OF_REACH: Final = -1  # no port of the ring has answered, and it may be aske
 
 
 class Verdict(enum.IntEnum):
-    """What became of a claim."""
+    """Fate of a claim."""
 
     OPEN = 0
     ASKED = 1  # the question is under way
@@ -72,7 +72,7 @@ _OPEN, _ASKED, _IN_QUESTION, _CONSUMED, _REFUSED, _GIVEN_BACK = map(int, list(Ve
 
 
 class ClaimHolder(Protocol):
-    """What holds claims (`ClaimConnection`).
+    """Holder of claims (`ClaimConnection`).
 
     Attributes:
         answers: woken when claims were answered.
@@ -162,7 +162,7 @@ class ClaimedRows:
             self.connection.answers.wake()
 
     def answered(self, positions: Positions) -> bool:
-        """Whether these claims have ended, or are in question."""
+        """Return whether these claims have ended, or are in question."""
         return int(self.verdicts[positions].min(initial=_IN_QUESTION)) >= _IN_QUESTION
 
     def wait(self, positions: Positions) -> None:

@@ -126,12 +126,12 @@ class ClaimConnection:
 
     @property
     def lost(self) -> bool:
-        """Whether the connection is gone, and with it every claim."""
+        """True if the connection is gone, and with it every claim."""
         return self._closed or not self.link.native.alive
 
     @property
     def spent(self) -> bool:
-        """Whether to ask another one from now on: its worker is replaced, or its last message numbers are for ends."""
+        """True if to ask another one from now on: its worker is replaced, or its last message numbers are for ends."""
         return self._retired or self._worker.retired or self.link.native.next_number >= _SPENT
 
     def retire(self) -> None:
@@ -241,7 +241,7 @@ class ClaimConnection:
             taken.set_exception(error)
 
     def _answer(self, outcome: Any, buffer: Any, verify: bool) -> tuple[_Answer, bool]:
-        """What stands in an answer, and whether every payload came with it."""
+        """Return what stands in an answer, and whether every payload came with it."""
         if isinstance(outcome, TransportError):
             self.abort()
             raise outcome
@@ -449,7 +449,7 @@ class ClaimConnection:
 
 
 class ClaimConnections:
-    """Of one client: the connections of its demands. Belongs to its loop.
+    """Connections of one client's demands. Belongs to its loop.
 
     Attributes:
         known: schemas that the client was given, by fingerprint.

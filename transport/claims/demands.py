@@ -48,7 +48,7 @@ _LOOK_S: Final = 0.25  # more of them are looked at so often: is each still ther
 
 
 class _Known:
-    """What is known of a place, for as long as it is found."""
+    """Knowledge of a place, for as long as it is found."""
 
     __slots__ = ("fault", "port", "ring")
 
@@ -124,7 +124,7 @@ class Demands:
 
     @property
     def connections(self) -> list[ClaimConnection]:
-        """Of this moment, one for each place that can be asked."""
+        """Connections at this moment, one for each place that can be asked."""
         return list(self._connected.values())
 
     def want(self, batches: int, most: int, oldest_version: int | None) -> None:
@@ -325,7 +325,7 @@ class Demands:
                 self._lose(name, link)
 
     def _full(self, n: int, rows: Rows) -> bool:
-        """Whether the demand's own limits have ended the answer: another payload may be ready."""
+        """Return whether the demand's own limits have ended the answer: another payload may be ready."""
         if len(rows) == 0:
             return False
         sizes = rows["length"].tolist()

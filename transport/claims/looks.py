@@ -1,4 +1,4 @@
-"""What rings of this host say of their deliveries, also to an observer. One that another thread closes says nothing."""
+"""Deliveries of this host's rings by their own account, also for an observer. A ring being closed says nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _of_each(rings: Iterable[SharedRingBuffer], look: Callable[[SharedRingBuffer
 
 
 def depth_of(rings: Iterable[SharedRingBuffer], rank: int | None, also: Mapping[str, int] | None = None) -> QueueDepth:
-    """Of a rank or of all, by what the rings say of themselves; ``also`` is added."""
+    """Return the depth of a rank or of all, by the rings' own counts; ``also`` is added."""
     sums: Counter[str] = Counter(also)
     ranks = range(MAX_READERS) if rank is None else [rank]
     for depths in _of_each(rings, lambda ring: [ring.native.depth(each) for each in ranks]):
@@ -32,7 +32,7 @@ def depth_of(rings: Iterable[SharedRingBuffer], rank: int | None, also: Mapping[
 
 
 def failures_of(rings: Iterable[SharedRingBuffer], limit: int) -> list[Failure]:
-    """What the rings remember, the latest published first."""
+    """Return what the rings remember, the latest published first."""
     found = []
     for ring, failures in _of_each(rings, lambda ring: (ring, ring.native.failures())):
         for slot, generation, rank, attempts, how, reason, consumer, sequence in failures:

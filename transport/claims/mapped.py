@@ -180,7 +180,7 @@ class RingsOfHost:
             return {name: place for name, place in places.items() if place.ring not in unfit} if unfit else places
 
     def known(self, schemas: Sequence[Schema], rank: int | str | None) -> Here:
-        """What the rings on this host say of payloads of these schemas (none: of all), and of a rank or of all."""
+        """Return the state of this host's rings for payloads of these schemas (none: of all), of a rank or of all."""
         fit = _fitting(frozenset(each.fingerprint for each in schemas))
         fitting: set[str] = set()
         unread = free = own = 0
@@ -214,7 +214,7 @@ class RingsOfHost:
         return Here(fitting, unread, sorted(others), free, own, strangers, unnamed, holders, ranks)
 
     def ended(self, schemas: frozenset[str], *, mapped: bool) -> tuple[dict[str, bool], set[str], set[str]]:
-        """Of rings that are gone, and with ``mapped`` of those whose payloads are all done, whether the writer has said
+        """Return, of rings that are gone, and with ``mapped`` of those that are done, whether the writer has said
         its end; and the ids of the others. Those with payloads of these schemas (none: of any).
 
         Last the ids of rings without an end in whose place another one has come, by its name: its end is theirs.

@@ -152,7 +152,7 @@ class NetworkSource:
 
     @staticmethod
     async def _give_back_when_idle(of: _Rank, lease_s: float) -> None:
-        """What came goes back, and nothing is asked for, while no caller has asked for a lease's time.
+        """Give back what came, and ask for nothing, while no caller has asked for a lease's time.
 
         The connection lives, and its claims with it: others would wait for them as long as this trainer is idle.
         """
@@ -210,7 +210,7 @@ class NetworkSource:
         return parts
 
     def reached(self, rank: int | str | None, *, named: bool) -> Reached:
-        """What demands know of their places, of one rank or of all. ``named``: a ring here has the consumer."""
+        """Return what demands know of their places, of one rank or of all. ``named``: a ring here has the consumer."""
         rings: set[str] = set()
         faults: dict[str, TransportError] = {}
         for asked, of in list(self._ranks.items()):
@@ -226,7 +226,7 @@ class NetworkSource:
         return {each.ring: each.link.slots for of in list(self._ranks.values()) for each in of.demands.connections}
 
     def ended(self) -> tuple[dict[str, bool], set[str]]:
-        """Of the rings that demands were connected to, whether each has said its end; and those that are not done."""
+        """Return, for each ring that demands were connected to, whether it has said its end; and those not done."""
         ended: dict[str, bool] = {}
         living: set[str] = set()
         for of in list(self._ranks.values()):
@@ -270,14 +270,14 @@ class NetworkSource:
         return found
 
     def depth(self, rank: int | None, but: set[str]) -> Counter[str]:
-        """What this process knows of rings that are not seen from here."""
+        """Return what this process knows of rings that are not seen from here."""
         if self._thread is not None and not self._thread.closed:
             self._thread.run(asyncio.sleep(0))  # after what the loop was told before
         return summed(self.counted(), rank, but)
 
     # --- the end --------------------------------------------------------------------------------------
     def close(self) -> None:
-        """What is claimed can be claimed by others. Idempotent; nothing in a forked child."""
+        """Let others claim what is claimed here. Idempotent; nothing in a forked child."""
         self._closed = True
         with self._starting:  # a first claim in another thread has made the connections, or makes none
             thread = self._thread
@@ -316,7 +316,7 @@ def _rest(of: _Rank) -> None:
 
 
 def _knows(connection: ClaimConnection, rank: int | str) -> bool:
-    """Whether the ring of this connection has the rank, as far as its listener has said."""
+    """Return whether the ring of this connection has the rank, as far as its listener has said."""
     try:
         rank_of(consumers_of(connection.link.consumers), rank)
     except TransportError:

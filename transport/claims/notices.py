@@ -72,7 +72,7 @@ class FirstAnnouncements:
 
 
 class Notices(Protocol):
-    """As `FoundRings` has them."""
+    """Notices of a run, as `FoundRings` has them."""
 
     def announce(self, topic: str, version: int, payload: bytes) -> bool: ...
     def latest(
@@ -90,7 +90,7 @@ ready(_Said)
 
 
 class NoNotices:
-    """Of rings that are known by their addresses alone."""
+    """Notices of rings that are known by their addresses alone: none."""
 
     def announce(self, topic: str, version: int, payload: bytes) -> bool:
         """Refused."""
@@ -123,7 +123,7 @@ class StoreNotices:
                 return True
 
     def latest(self, topic: str, newer_than: int | None, timeout_s: float, closed: threading.Event) -> Notice | None:
-        """What the record says."""
+        """Return what the record says."""
         give_up = time.monotonic() + timeout_s
         key = _PREFIX + topic
         entry = self._store.get(key)
@@ -254,7 +254,7 @@ class RingNotices:
 
 
 def _newest(ring: SharedRingBuffer) -> _Said | None:
-    """Of the versions in the ring the greatest; what is overwritten while it is looked at is left out."""
+    """Return the greatest version in the ring, without those that are overwritten meanwhile."""
     newest: _Said | None = None
     with contextlib.suppress(ClosedError):
         for slot in range(ring.slot_count):

@@ -1,4 +1,4 @@
-"""What became of claims whose FINISH has no answer: asked of any port of the ring, or of its segment, until one knows.
+"""Fates of claims whose FINISH has no answer: asked of any port of the ring, or of its segment, until one knows.
 
 A connection that breaks between FINISH and its answer leaves the trainer with payloads that the ring may have consumed
 for it. The ring keeps the last finishes of each connection (native/ring/finishes.hpp), whatever became of the listener.
@@ -61,7 +61,7 @@ class Outcomes:
 
     @property
     def patience_s(self) -> float:
-        """As long as a listener that hangs needs to be replaced and to be connected to."""
+        """Seconds in which a listener that hangs is replaced and connected to."""
         settings = self._settings
         return settings.watchdog_s + settings.connect_timeout_s + settings.handshake_timeout_s
 
@@ -178,7 +178,7 @@ class Outcomes:
 
 
 def _looked_up(segment: str, ring_id: str, rows: Rows, token: int) -> list[int]:
-    """As a listener of this host would answer. Blocks."""
+    """Return what a listener of this host would answer. Blocks."""
     with attached_reader(segment) as ring:
         if ring.ring_id != ring_id:
             raise WrongRingError(f"{segment} is ring {ring.ring_id[:8]} by now, not {ring_id[:8]}")

@@ -198,7 +198,7 @@ def starts_of(rings: Iterable[SharedRingBuffer]) -> dict[int, set[int]]:
 
 
 def _of_another(ring: SharedRingBuffer) -> bool:
-    """Whether another process than this one writes the ring."""
+    """Return whether another process than this one writes the ring."""
     try:
         owners = ring.native.owners() if ring.native.keeper_alive else []
     except ClosedError:  # closed meanwhile
@@ -333,7 +333,7 @@ class InDirectory(Discovery):
         self._reads += 1
 
     def segments(self) -> list[str]:
-        """Of the rings that this host serves."""
+        """Return the segments of the rings that this host serves."""
         self._look()
         if not self._here:
             return []
@@ -342,7 +342,7 @@ class InDirectory(Discovery):
         return list(self._segments.values())
 
     def served(self, mapped: Collection[str], names: Collection[str] = ()) -> Mapping[str, RingAddress]:
-        """As published; the same object while nothing has changed, since ten thousand places take 8 ms to make."""
+        """Return the rings as published; the same object while nothing changes: ten thousand places take 8 ms."""
         self.segments()
         made_of = self._reads, frozenset(mapped), tuple(self._segments.items())
         before, served = self._made

@@ -68,7 +68,7 @@ _SLICE_S: Final = 0.1  # longest wait without a look for what has no wake-up
 
 
 class TrainerClient(Protocol):
-    """What rings use of a trainer's client (`UCXXClient`)."""
+    """The part of a trainer's client (`UCXXClient`) that rings use."""
 
     why_nothing: Callable[[], str]  # the rings say it, for `transport top`
 
@@ -156,7 +156,7 @@ class FoundRings:
 
     @property
     def store(self) -> Store | None:
-        """Of the directory; None: there is none."""
+        """Store of the directory; None: there is none."""
         return self._store
 
     @property
@@ -333,7 +333,7 @@ class FoundRings:
         return True
 
     def all_written(self, held: Mapping[str, int]) -> bool:
-        """Whether every rollout has said that it writes nothing more, and the rings have only what this user holds.
+        """Return whether every rollout has said its last write, and the rings have only what this user holds.
 
         Which rollouts these are: as for `finished`.
 
@@ -355,7 +355,7 @@ class FoundRings:
         return [place for place in self._served().values() if not place.ring] if self._uses_network else []
 
     def _are_all(self, ended: Mapping[str, bool], expected_rollouts: int | None) -> bool:
-        """Whether those that have said their end are all rollouts of the run."""
+        """Return whether those that have said their end are all rollouts of the run."""
         if expected_rollouts is None and self._at_addresses:  # some may be one ring's
             return all(ended.get(self._network.ring_at(place)) for place in self._at_addresses)
         said = sum(ended.values())
@@ -375,7 +375,7 @@ class FoundRings:
             )
 
     def _ends(self, *, mapped: bool) -> tuple[dict[str, bool], set[str]]:
-        """Of rings that are gone, or ``mapped`` and done, whether each has said its end; and the others."""
+        """Return, of rings that are gone, or ``mapped`` and done, whether each has said its end; and the others."""
         ended, living, replaced = self._here.ended(self._schemas, mapped=mapped)
         if self._uses_network:
             there, waiting = self._network.ended()
@@ -387,13 +387,13 @@ class FoundRings:
         return {ring: said for ring, said in ended.items() if said or ring not in replaced}, living
 
     def has_met_rings(self) -> bool:
-        """Whether a ring was met, which may be there, have ended, or have been killed."""
+        """Return whether a ring was met, which may be there, have ended, or have been killed."""
         self._check_open()
         ended, living, _ = self._here.ended(self._schemas, mapped=self._maps)
         return bool(ended or living or (self._uses_network and any(self._network.ended())))
 
     def holders(self) -> list[Holder]:
-        """Who holds claims of the rings on this host."""
+        """Return the holders of claims of the rings on this host."""
         return list(self._known(None).holders)
 
     def reasons(self) -> Mapping[str, int]:

@@ -63,7 +63,7 @@ class TakenPart(_ring.ReceivedPayloads):
 
     @property
     def answered(self) -> bool:
-        """Whether the ring has answered `finish`, or is out of reach."""
+        """True if the ring has answered `finish`, or is out of reach."""
         return self.claims.answered(self.positions)
 
     def consumption(self) -> bytes:

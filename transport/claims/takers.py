@@ -222,7 +222,7 @@ class Takers:
 
     # --- decisions ----------------------------------------------------------------------------------
     def step(self, now: float) -> list[Action]:
-        """What is to be done now; it counts as done."""
+        """Return what is to be done now; it counts as done."""
         if self._late or self._paused:
             self._look_at_clock(now)
         actions = [*self._forget(now), *self._open(now)] if self._gone or self._closed else []
@@ -276,7 +276,7 @@ class Takers:
         return Ask(name, n, place.asked, waits)
 
     def _first(self, plenty: bool) -> _Entry | None:
-        """Of the places that can be asked, with plenty or without."""
+        """Return the first place that can be asked, with plenty or without."""
         entries = self._ready[plenty]
         while entries:
             asked, order, name = entries[0]

@@ -76,7 +76,7 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
     dead: bool = False
 
     def __str__(self) -> str:
-        """As `transport queue` and the log show it."""
+        """Return the text that `transport queue` and the log show."""
         if self.dead:
             return f"process {self.pid} is dead; who claims next has its {self.payloads} of ring {self.ring[:8]}"
         who = f"process {self.pid}" if not self.port else f"a trainer at port {self.port} (listener {self.pid})"
@@ -90,12 +90,12 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def stopped(self) -> bool:
-        """Whether it is suspended, or has been silent for half its lease; a living one is heard every third."""
+        """True if it is suspended, or has been silent for half its lease; a living one is heard every third."""
         return self.suspended or (self.left_s is not None and self.silent_s > self.left_s)
 
 
 class Reached(NamedTuple):
-    """What is reached over the network.
+    """Places that are reached over the network.
 
     Attributes:
         rings: ids of the rings that are connected.
@@ -109,7 +109,7 @@ class Reached(NamedTuple):
 
 
 class Here(NamedTuple):
-    """What the rings of this host say of themselves.
+    """State of this host's rings, by their own account.
 
     Attributes:
         rings: ids of those with payloads of the trainer's schemas.
@@ -135,7 +135,7 @@ class Here(NamedTuple):
 
 
 class Known(NamedTuple):
-    """What the places of a trainer know at one moment.
+    """Knowledge of a trainer's places at one moment.
 
     Attributes:
         places: where its rings are looked for, as a person names it.
@@ -184,7 +184,7 @@ class NoPayloadReason(msgspec.Struct, frozen=True):
 
 
 def own_fault(reached: Reached) -> TransportError | None:
-    """What keeps this process itself from every place, until it is configured otherwise or asks for something else."""
+    """Return the error that keeps this process from every place until its configuration or its question changes."""
     for fault in reached.faults.values():
         unknown_name = isinstance(fault, RankError) and not reached.named
         unreachable = not reached.rings and isinstance(fault, OWN_FAULTS)
@@ -248,7 +248,7 @@ def reason(known: Known) -> NoPayloadReason | None:
 
 
 def _full(known: Known) -> NoPayloadReason | None:
-    """Whom rollouts wait for that have no free slot; None: trainers that hold everything, and work."""
+    """Explain whom rollouts without a free slot wait for; None: for trainers that hold everything, and work."""
     if known.other_ranks:
         text = (
             f"what is unread is for {few(', ', known.other_ranks)}: its trainer is slow or not running, or it has the "
@@ -313,7 +313,7 @@ class Waiting:
 
 # --- what rings say -----------------------------------------------------------------------------------
 def holders_of(ring: SharedRingBuffer, rank: int | None = None) -> list[Holder]:
-    """Who holds claims of this ring, of one rank or of all; this process sees its own, too."""
+    """Return the holders of this ring's claims, of one rank or of all; this process sees its own, too."""
     native = ring.native
     held: Counter[int] = Counter()
     for slot in range(min(ring.slot_count, _MOST_SLOTS)):

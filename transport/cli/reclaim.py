@@ -116,7 +116,7 @@ def reclaim(
 
 
 def _look(name: str) -> tuple[Segment, int] | None:
-    """What is known of a segment, and its ring's sequence; None when it has gone meanwhile."""
+    """Return what is known of a segment, and its ring's sequence; None when it has gone meanwhile."""
     from transport.errors import RingError, RingNotFoundError
     from transport.ring.attachment import file_of
     from transport.ring.buffer import SharedRingBuffer

@@ -71,7 +71,7 @@ def _part(text: str) -> tuple[int, int]:
 
 
 def _looked(queue: str, step: int, run: str | None, part: tuple[int, int]) -> Manifest:
-    """What a snapshot would have, without its files."""
+    """Return what a snapshot would have, without its files."""
     import time
 
     from transport.claims.open import open_rings

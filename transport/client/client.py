@@ -228,15 +228,15 @@ class UCXXClient:
         return self._deliveries.mode
 
     def schema_of(self, ticket: Ticket) -> Schema | None:
-        """Of the payload, by its ticket or as this client was given it; None: neither."""
+        """Return the payload's schema, by its ticket or as this client was given it; None: neither."""
         return self._deliveries.schema_of(ticket)
 
     def allows(self, wire: Wire) -> bool:
-        """Whether the policy lets this wire carry payloads."""
+        """Return whether the policy lets this wire carry payloads."""
         return self._wires is None or wire in self._wires
 
     def uses_network(self) -> bool:
-        """Whether the policy lets anything but the mapping carry payloads."""
+        """Return whether the policy lets anything but the mapping carry payloads."""
         return self._wires is None or bool(self._wires - {"mapped"})
 
     def hand_in(self, ticket: Ticket, rank: int, wire: Wire, data: Any) -> Payload:
@@ -287,7 +287,7 @@ class UCXXClient:
         return SlotFate(after) is SlotFate.GONE
 
     async def state(self, ticket: Ticket | str | bytes, rank: int = 0, timeout: float | None = None) -> SlotFate:
-        """What became of a payload, for a rank: readable, consumed by it, or gone. Raises as `discard` does."""
+        """Return what became of a payload, for a rank: readable, consumed by it, or gone. Raises as `discard` does."""
         self._check_open()
         ticket = Ticket.of(ticket)
         ticket.check_rank(rank)

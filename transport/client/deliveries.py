@@ -60,12 +60,12 @@ class Deliveries:
         self.bytes_by_wire: dict[str, int] = {}
 
     def schema_of(self, ticket: Ticket) -> Schema | None:
-        """Of the payload, by its ticket or as the client was given it; None: neither."""
+        """Return the payload's schema, by its ticket or as the client was given it; None: neither."""
         return ticket.schema or self._schemas.get(ticket.schema_fingerprint)
 
     # --- payloads -----------------------------------------------------------------------------------
     def part(self, ticket: Ticket, fields: tuple[str, ...]) -> PayloadPart:
-        """What of the payload these fields are. SchemaError: one is unknown, or this client has no schema for it."""
+        """Return the part of the payload with these fields. SchemaError: unknown field, or no schema for it here."""
         return part_of(ticket, self.schema_of(ticket), fields)
 
     def mapped(

@@ -157,7 +157,7 @@ class DeviceReads:
 
     @property
     def always(self) -> bool:
-        """Whether every payload goes to a device."""
+        """True if every payload goes to a device."""
         return self._home is not None
 
     # --- destination ----------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ class Reads:
         self.failed = 0
 
     def deadline(self, timeout: float | None) -> Deadline:
-        """Of a call with this ``timeout`` in seconds; None: the settings' batch deadline."""
+        """Return the deadline of a call with this ``timeout`` in seconds; None: the settings' batch deadline."""
         seconds(timeout, "timeout")
         return Deadline.after(self._settings.batch_deadline_s if timeout is None else timeout, time.monotonic())
 

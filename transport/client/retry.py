@@ -30,7 +30,7 @@ class Deadline:
         return cls(now + seconds)
 
     def passed(self, now: float) -> bool:
-        """Whether no time is left."""
+        """Return whether no time is left."""
         return now >= self.at
 
     def remaining(self, now: float) -> float:

@@ -57,7 +57,7 @@ T = TypeVar("T")
 
 
 class Part(enum.Enum):
-    """What a client did in a cooldown."""
+    """A client's part in a cooldown."""
 
     NOT_ELECTED = "not_elected"
     WON = "won"  # its upload is the epoch's checkpoint
@@ -83,7 +83,7 @@ class EpochClientOptions(TypedDict, total=False):
 
 
 class EpochClient(abc.ABC):
-    """What every client does: follow the epoch's record, upload, report, tidy up. One loop; one cooldown at a time.
+    """A client of an epoch: follow the epoch's record, upload, report, tidy up. One loop; one cooldown at a time.
 
     Args:
         name: unique among the clients of the run; letters, digits, dot, dash, underscore.

@@ -32,7 +32,7 @@ class Surplus(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What a run has at a destination that may go, and what stays although it is no checkpoint, with the reason.
+    """A run's folders at a destination that may go, and those that stay although no checkpoint, with the reason.
 
     ``steps``: of the checkpoints that stay and can be restored, the newest first.
     """

@@ -47,7 +47,7 @@ class DeviceTensor(NamedTuple):
 
 
 def kind_of(value: object) -> Literal["host", "cuda"]:
-    """Whether the value's memory is the host's or a CUDA device's. Values without memory of their own count as host.
+    """Return whose memory the value's is: the host's or a CUDA device's. Values without own memory count as host.
 
     BufferUnsuitableError for memory of another kind (ROCm, Metal, torch's meta tensors).
     """
@@ -72,7 +72,7 @@ def kind_of(value: object) -> Literal["host", "cuda"]:
 
 
 def is_torch(value: object) -> TypeGuard[Any]:
-    """Whether the value is a torch tensor, on whichever device."""
+    """Return whether the value is a torch tensor, on whichever device."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 

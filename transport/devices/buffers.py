@@ -18,6 +18,6 @@ __all__ = ["Block", "BufferPool", "is_short_of_memory", "size_class"]
 
 
 def is_short_of_memory(error: Exception) -> bool:
-    """Whether an allocation failed for want of memory; CuPy, torch and CUDA have classes of their own for that."""
+    """Return whether an allocation failed for want of memory; CuPy, torch and CUDA have own classes for that."""
     names = {kind.__name__ for kind in type(error).__mro__}
     return bool(names & {"MemoryError", "OutOfMemoryError"}) or "cudaErrorMemoryAllocation" in str(error)

@@ -36,7 +36,7 @@ class Wanted(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of its elements, in whole numbers of any size."""
+        """Bytes of its elements, in whole numbers of any size."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -49,7 +49,7 @@ class Landing(Protocol):
         """An array in host memory for each, to gather into. BatchTooLargeError, BufferUnsuitableError."""
 
     def arrive(self) -> list[Any]:
-        """What was gathered, where it is to be. After the last `take`."""
+        """Return what was gathered, where it is to be. After the last `take`."""
 
     def make_stream_wait(self) -> None:
         """The arrays are used now: the caller's stream waits for them."""

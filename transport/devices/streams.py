@@ -99,7 +99,7 @@ class Mark:
 
     @property
     def passed(self) -> bool:
-        """Whether the stream has reached it. Raises CUDA's error if the device has failed."""
+        """True if the stream has reached it. Raises CUDA's error if the device has failed."""
         return bool(self._event.done)
 
     def wait(self) -> None:
@@ -113,7 +113,7 @@ class Mark:
 
 
 def has_passed(mark: Mark) -> bool:
-    """Whether the mark has passed; also True after a device fault, because a failed device copies nothing more."""
+    """Return whether the mark has passed; True after a device fault, too: a failed device copies nothing more."""
     try:
         return mark.passed
     except Exception as error:  # CUDA's classes belong to CuPy, which is not imported here
@@ -174,7 +174,7 @@ def pinned_memory(nbytes: int, device: int) -> np.ndarray:
 
 
 def pooled_pinned_memory(nbytes: int, device: int) -> np.ndarray:
-    """As `pinned_memory`, from CuPy's pool, to which it goes back with its last view.
+    """Return `pinned_memory` from CuPy's pool, to which it goes back with its last view.
 
     The pool does not count copies: the code that queues one keeps a view until it is done.
     """

@@ -16,7 +16,7 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def present() -> bool:
-    """Whether an NVIDIA driver is loaded."""
+    """Return whether an NVIDIA driver is loaded."""
     return _DRIVER.exists()
 
 

@@ -1,4 +1,4 @@
-"""What a check says: a name, how it is, what was seen, and what to type about it."""
+"""The finding of a check: a name, how it is, what was seen, and what to type about it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def ok(name: str, detail: str) -> Check:
-    """As it should be."""
+    """Return a check that passed."""
     return Check(name=name, status="ok", detail=detail)
 
 

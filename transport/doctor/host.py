@@ -1,4 +1,4 @@
-"""What the kernel allows here: shared memory, locked memory, open files, looking into other processes, huge pages.
+"""Limits of the kernel here: shared memory, locked memory, open files, looking into other processes, huge pages.
 
 Each check takes the numbers it judges, so that a test can give it any host; `checks` reads them from this one.
 """
@@ -38,7 +38,7 @@ def checks(ring_bytes: int, connections: int, *, rdma: bool) -> Iterator[Check]:
 
 
 def shared_memory(free: int, size: int, needed: int) -> Check:
-    """Whether /dev/shm holds the rings."""
+    """Check whether /dev/shm holds the rings."""
     detail = f"/dev/shm has {_mib(free)} MiB free of {_mib(size)} MiB; rings of {_mib(needed)} MiB are planned"
     if free < needed:
         wanted = _mib(needed) * 5 // 4 + 64
@@ -54,7 +54,7 @@ def shared_memory(free: int, size: int, needed: int) -> Check:
 
 
 def open_files(soft: int, hard: int, connections: int) -> Check:
-    """Whether the descriptors suffice; a connection takes three at either end."""
+    """Check whether the descriptors suffice; a connection takes three at either end."""
     needed = max(_FEWEST_FILES, _FILES_OF_A_CONNECTION * connections + 256)
     detail = f"{_limit(soft)} open files (hard limit {_limit(hard)}); {connections} connections take up to {needed}"
     if soft != _UNLIMITED and soft < needed:
@@ -65,7 +65,7 @@ def open_files(soft: int, hard: int, connections: int) -> Check:
 
 
 def locked_memory(limit: int, ring_bytes: int, *, rdma: bool) -> Check:
-    """Whether memory can be registered with an InfiniBand device, which locks it."""
+    """Check whether memory can be registered with an InfiniBand device, which locks it."""
     detail = f"{'unlimited' if limit == _UNLIMITED else f'{_mib(limit)} MiB'} can be locked"
     needed = ring_bytes + _REGISTERED_AT_LEAST
     if limit == _UNLIMITED or limit >= needed:
@@ -77,7 +77,7 @@ def locked_memory(limit: int, ring_bytes: int, *, rdma: bool) -> Check:
 
 
 def memory_of_others(scope: int | None, *, privileged: bool) -> Check:
-    """Whether UCX's cma could read another process's memory."""
+    """Check whether UCX's cma could read another process's memory."""
     if scope in (None, 0) or privileged:
         return ok("ptrace scope", f"{'not restricted' if scope is None else scope}: cma may read other processes")
     return warn(
@@ -89,7 +89,7 @@ def memory_of_others(scope: int | None, *, privileged: bool) -> Check:
 
 
 def namespaces(found: dict[str, str]) -> Check:
-    """What both ends must share for a mapping or for shared memory."""
+    """Check what both ends must share for a mapping or for shared memory."""
     listed = ", ".join(f"{name} {number}" for name, number in sorted(found.items()))
     return ok(
         "namespaces",
@@ -99,7 +99,7 @@ def namespaces(found: dict[str, str]) -> Check:
 
 
 def cores(allowed: int, nodes: int) -> Check:
-    """Whether a listener has a core beside the writer."""
+    """Check whether a listener has a core beside the writer."""
     detail = f"{allowed} cores on {nodes} memory node{'s' if nodes != 1 else ''}"
     if allowed < 2:
         return warn("cores", detail, "give the process 2 cores or more (taskset -c, docker --cpus): one per listener")
@@ -109,7 +109,7 @@ def cores(allowed: int, nodes: int) -> Check:
 
 
 def huge_pages(setting: str | None) -> Check:
-    """Whether segments get huge pages, which saves page faults when a ring is first written."""
+    """Check whether segments get huge pages, which saves page faults when a ring is first written."""
     chosen = "" if setting is None else setting.partition("[")[2].partition("]")[0]
     if chosen in ("always", "advise", "within_size", "force"):
         return ok("huge pages", f"shared memory: {chosen}")
@@ -141,7 +141,7 @@ def _number(path: Path) -> int | None:
 
 
 def _may_trace() -> bool:
-    """Whether this process has CAP_SYS_PTRACE."""
+    """Return whether this process has CAP_SYS_PTRACE."""
     status = _text(Path("/proc/self/status")) or ""
     mask = next((line.split()[1] for line in status.splitlines() if line.startswith("CapEff:")), "0")
     return bool(int(mask, 16) >> 19 & 1)

@@ -41,7 +41,7 @@ class PortView(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """As UCX names it: mlx5_0:1."""
+        """Name that UCX has for it: mlx5_0:1."""
         return f"{self.device}:{self.port}"
 
 
@@ -105,7 +105,7 @@ def checks(
     devices: Path = DEVICES,
     provided: Callable[[], Collection[str]] = provided_devices,
 ) -> Iterator[Check]:
-    """What can be said before anything is sent.
+    """Yield what can be said before anything is sent.
 
     Args:
         asked: the configuration names the wire rdma.

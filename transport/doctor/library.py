@@ -21,7 +21,7 @@ PLUGINS: Final = {"libuct_ib": "verbs", "libuct_rdmacm": "rdmacm", "libuct_cuda"
 
 
 def plugins(library: Path | None) -> set[str]:
-    """Of `PLUGINS`' values, those whose file stands beside the library."""
+    """Return those of `PLUGINS`' values whose file stands beside the library."""
     if library is None:
         return set()
     files = {path.name.partition(".")[0] for path in (library.parent / "ucx").glob("*.so*")}
@@ -29,7 +29,7 @@ def plugins(library: Path | None) -> set[str]:
 
 
 def build_flags(library: Path | None) -> str:
-    """What it was configured with, as its own ucx_info says; empty where that is not installed."""
+    """Return what it was configured with, as its own ucx_info says; empty where that is not installed."""
     if library is None:
         return ""
     program = library.parent.parent / "bin" / "ucx_info"
@@ -90,7 +90,7 @@ def _plugins(found: set[str], *, gpu: bool) -> Check:
 
 
 def transports(seen: list[tuple[str, str]]) -> Check:
-    """What UCX can use, by device."""
+    """List what UCX can use, by device."""
     by_name: dict[str, list[str]] = {}
     for name, device in seen:
         by_name.setdefault(name, []).append(device)

@@ -34,7 +34,7 @@ _REMEDIES: Final = {
 
 
 def wires(*, rdma: bool) -> tuple[Wire, ...]:
-    """What is tried on this host. ``rdma``: over InfiniBand, too, with a look at the ports' counters."""
+    """Return what is tried on this host. ``rdma``: over InfiniBand, too, with a look at the ports' counters."""
     return (*_WAYS, "rdma") if rdma else _WAYS
 
 

@@ -1,4 +1,4 @@
-"""What tickets would advertise and why, whether ports can be had, and whether the shared secret is one."""
+"""Checks of the addresses that tickets would advertise, of ports, and of the shared secret."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def address(
 
 
 def _not_of_this_host(address: str) -> str:
-    """What is said against a setting; "": it is an address of this host."""
+    """Return what is said against a setting; "": it is an address of this host."""
     try:
         family, _, _, _, found = socket.getaddrinfo(address, None, type=socket.SOCK_DGRAM)[0]
     except (OSError, ValueError):  # ValueError: a name that cannot be encoded
@@ -102,7 +102,7 @@ def _secret(configuration: Configuration) -> Check:
 
 
 def secret(path: str, length: int, mode: int) -> Check:
-    """Whether the shared secret is long enough, and this user's alone; a container's group may read it."""
+    """Check whether the shared secret is long enough, and this user's alone; a container's group may read it."""
     if length < _FEWEST_BYTES:
         return warn(
             "secret",

@@ -25,7 +25,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def failed(self) -> bool:
-        """Whether any check failed."""
+        """True if any check failed."""
         return any(check.status == "fail" for check in self.checks)
 
 
@@ -75,7 +75,7 @@ def examine(
 
 
 def _ucx() -> tuple[bool, Lack | None]:
-    """Whether UCX can be loaded, without which no transfer is tried; and why it has no verbs."""
+    """Return whether UCX can be loaded, without which no transfer is tried; and why it has no verbs."""
     from transport.wire import library as ucx
 
     try:
@@ -85,7 +85,7 @@ def _ucx() -> tuple[bool, Lack | None]:
 
 
 def settings(loaded: Loaded) -> Check:
-    """What differs from the defaults, and where each comes from."""
+    """List the settings that differ from the defaults, and where each comes from."""
     changed = [
         f"{key}={shown(getattr(loaded.configuration, key))} ({source})"
         for key, source in loaded.sources.items()

@@ -61,7 +61,7 @@ def with_parents(values: Mapping[str, Any], parents: Sequence[Ticket | Parent]) 
 
 
 def parents_of(found: Any, child: Ticket) -> list[Parent]:
-    """What the field of a child says. PayloadDamagedError: it is not what `with_parents` makes."""
+    """Return what the field of a child says. PayloadDamagedError: it is not what `with_parents` makes."""
     what = f"payload {child.name}: its field {FIELD!r}"
     if type(found) is not list or not 1 <= len(found) <= MAX_PARENTS:
         raise PayloadDamagedError(f"{what} does not name 1 to {MAX_PARENTS} parents")

@@ -268,7 +268,7 @@ def _acknowledge(client: UCXXClient | BlockingClient, parts: Sequence[JoinedPart
 
 
 def names_parents(client: UCXXClient, ticket: Ticket) -> bool:
-    """Whether the payload has the field that names its parents, as far as its schema is known here."""
+    """Return whether the payload has the field that names its parents, as far as its schema is known here."""
     schema = client.schema_of(ticket)
     return schema is not None and FIELD in schema.names
 

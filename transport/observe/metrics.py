@@ -256,7 +256,7 @@ class _Look:
 
 @dataclass
 class _Source:
-    """What samples come from, under a name that no other source has, and how many exporters it was added to."""
+    """A source of samples, under a name that no other source has, and how many exporters it was added to."""
 
     name: str
     samples: Callable[[str], Iterator[Sample]]

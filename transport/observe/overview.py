@@ -64,7 +64,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def retries(self) -> int:
-        """Of all clients."""
+        """Retries of all clients."""
         return sum(client.statistics.retries for client in self.clients)
 
     @property
@@ -128,7 +128,7 @@ def rates(before: Snapshot, after: Snapshot) -> dict[str, Rates]:
 
 
 def _ring(name: str) -> RingView | None:
-    """None if the ring is gone."""
+    """Return the view of a ring; None if it is gone."""
     try:
         size = (_SHARED_MEMORY / name.lstrip("/")).stat().st_size
         ring = SharedRingBuffer.attach(name, role="observer")

@@ -1,4 +1,4 @@
-"""What a packer counts, as `ucxx_statistics` and the metrics show it."""
+"""Counters of a packer, as `ucxx_statistics` and the metrics show it."""
 
 from __future__ import annotations
 

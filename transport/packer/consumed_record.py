@@ -82,12 +82,12 @@ class ConsumedRecord:
         return True
 
     def contains(self, ring: str, slot: int, generation: int, rank: int) -> bool:
-        """Whether ``accept`` would return False. Records nothing."""
+        """Return whether ``accept`` would return False. Records nothing."""
         last = self._rings.get(ring, {}).get((slot, rank))
         return last is not None and not _later(generation, last)
 
     def is_last(self, ring: str, slot: int, generation: int, rank: int) -> bool:
-        """Whether this payload is the last consumed one of its slot, and so certainly a duplicate, not only older."""
+        """Return whether this payload is its slot's last consumed one, and so certainly a duplicate, not only older."""
         return self._rings.get(ring, {}).get((slot, rank)) == generation
 
     def copy(self) -> ConsumedRecord:

@@ -1,4 +1,4 @@
-"""What the two mixins pass on: options of the ring, of its server and of the client, each as one struct."""
+"""Options that the two mixins pass on: of the ring, of its server and of the client, each as one struct."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transport.wires import Wire
 
 
 class RingOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the ring of a rollout worker; see `SharedRingBuffer.create`.
+    """Options of a rollout worker's ring; see `SharedRingBuffer.create`.
 
     Attributes:
         slot_bytes: of each slot; None: what the schema needs.
@@ -38,7 +38,7 @@ class RingOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 @hiding("secret")
 class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the server of a rollout worker; see `UCXXServer`.
+    """Options of a rollout worker's server; see `UCXXServer`.
 
     What is None of settings, addresses, wires and secret is what the operator configured.
 
@@ -63,7 +63,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 @hiding("secret")
 class ClientOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the client of a `Trainer` or a data packer; see `UCXXClient`.
+    """Options of the client of a `Trainer` or a data packer; see `UCXXClient`.
 
     Attributes:
         name: of its trainer, in metrics and in the rings' reports; None: host and process id.

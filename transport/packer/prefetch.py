@@ -19,7 +19,7 @@ B = TypeVar("B")
 
 
 class Fetch(NamedTuple, Generic[B]):
-    """What is to be fetched, and the job that does it, which may not have begun."""
+    """Items to be fetched, and the job that does it, which may not have begun."""
 
     items: B
     job: Job[FetchedBatch]
@@ -46,7 +46,7 @@ class Prefetch(Generic[B]):
 
     @property
     def items(self) -> list[B]:
-        """What is being fetched, and what is deferred."""
+        """Items that are being fetched, and those deferred."""
         return [fetch.items for fetch in (self._current, self._deferred) if fetch is not None]
 
     def start(self, items: B) -> None:

@@ -372,7 +372,7 @@ class UCXXRolloutMixin(WithBlock):
         return list(dict.fromkeys(filter(None, new)))
 
     def _written(self, write: Callable[[float], T], timeout_s: float | None) -> T:
-        """What ``write`` gives, which is called again while the ring is full, and until the time is over."""
+        """Return what ``write`` gives, which is called again while the ring is full, and until the time is over."""
         now = time.monotonic()
         overflow = self.ring.overflow
         give_up = now if overflow == "error" else float("inf") if timeout_s is None else now + timeout_s

@@ -10,7 +10,7 @@ from transport.errors import StopRequestedError
 
 
 def ends_normally(kind: type[BaseException] | None) -> bool:
-    """Whether a ``with`` that this kind of exception leaves (None: none does) ended as the program meant it to."""
+    """Return whether a ``with`` that this exception leaves (None: none does) ended as the program meant it to."""
     return kind is None or issubclass(kind, StopRequestedError)
 
 

@@ -70,7 +70,7 @@ class BlockingRendezvous:
 
     @property
     def in_round(self) -> bool:
-        """Whether this member has a rank in a running round. Otherwise its work must stop. Never waits."""
+        """True if this member has a rank in a running round. Otherwise its work must stop. Never waits."""
         return self._rendezvous.in_round and os.getpid() == self._pid
 
     def start(self) -> None:

@@ -25,7 +25,7 @@ class Leased:
 
     @property
     def stands(self) -> bool:
-        """Whether the record stands, as far as this member knows."""
+        """True if the record stands, as far as this member knows."""
         return self.version != ABSENT
 
     def renewed(self, kept: Set[str]) -> None:

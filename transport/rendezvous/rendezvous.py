@@ -99,12 +99,12 @@ class Rendezvous:
 
     @property
     def in_round(self) -> bool:
-        """Whether this member has a rank in a running round. Otherwise its work must stop. Never waits."""
+        """True if this member has a rank in a running round. Otherwise its work must stop. Never waits."""
         return self._session.view.seat is not None
 
     @property
     def is_host(self) -> bool:
-        """Whether this member is the host."""
+        """True if this member is the host."""
         return self._session.is_host
 
     @property

@@ -92,12 +92,12 @@ class Session:
 
     @property
     def ended(self) -> bool:
-        """Whether the run has ended for this member; steps then do nothing."""
+        """True if the run has ended for this member; steps then do nothing."""
         return self._member.state is State.ENDED
 
     @property
     def is_host(self) -> bool:
-        """Whether this member is host, as far as it knows."""
+        """True if this member is host, as far as it knows."""
         return self._hosting.held.stands
 
     @property

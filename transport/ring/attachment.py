@@ -121,7 +121,7 @@ def random_name(prefix: str) -> str:
 
 @functools.lru_cache(maxsize=4096)  # each look at a run asks this of every name in /dev/shm
 def belongs(name: str, prefix: str) -> bool:
-    """Whether a ring of this name is one of ``prefix``.
+    """Return whether a ring of this name is one of ``prefix``.
 
     The prefix ends with a separator (- @ . _ =), or one follows it, or what is made here, or nothing: "job1" has
     "job1-a", not "job10-a".
@@ -255,7 +255,7 @@ def file_of(name: str) -> str:
 
 
 def shares_memory(name: str, *, seen: bool = False) -> bool:
-    """Whether the processes of a segment of this host and this process may map each other's memory.
+    """Return whether the processes of a segment of this host and this process may map each other's memory.
 
     The kernel permits it only for processes of the same user and group; UCX detects a refusal too late and crashes. A
     segment that is not visible here (another container's) counts as another user's. RingNotFoundError if it was

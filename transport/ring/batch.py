@@ -58,7 +58,7 @@ class ClaimedPart(Protocol):
     def __len__(self) -> int: ...
 
     def place(self, index: int) -> tuple[Any, int]:
-        """What has the payload's bytes, read-only, and where they begin in it."""
+        """Return what has the payload's bytes, read-only, and where they begin in it."""
 
     def marked(self, text: bytes) -> list[int]:
         """Those whose encoded tickets have this text."""
@@ -195,11 +195,11 @@ class Gathered(Sequence[Mapping[str, Any]]):
 
     @property
     def metadata(self) -> list[dict[str, Any]]:
-        """What the writer gave with each payload, made anew each time."""
+        """Metadata that the writer gave with each payload, made anew each time."""
         return [ticket.users_metadata for ticket in self.tickets]
 
     def release(self, delay_s: float = 0.0) -> None:
-        """What was not consumed may be claimed again, after the delay; the arrays of a list end. Idempotent."""
+        """Give back what was not consumed, for claims after the delay; the arrays of a list end. Idempotent."""
         for part in self._parts:
             part.release(delay_s)
 
@@ -286,7 +286,7 @@ class Gathered(Sequence[Mapping[str, Any]]):
 
     @cached_property
     def present(self) -> dict[str, npt.NDArray[np.bool_]]:
-        """Of each optional tensor or field, by name, whether a payload has it."""
+        """Marks, by name of each optional tensor or field, of the payloads that have it."""
         return {spec.name: self._numbers_of(spec) > 0 for spec in self.schema.optional}
 
     @cached_property

@@ -35,7 +35,7 @@ class ShapeArguments(TypedDict, total=False):
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
-    """What a batch is to look like, whatever its payloads are. UsageError for what makes no sense.
+    """The look of a batch, whatever its payloads are. UsageError for what makes no sense.
 
     Attributes:
         layout: "list", "padded" or "packed".
@@ -78,11 +78,11 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def verified(self) -> bool:
-        """Whether checksums are compared."""
+        """True if checksums are compared."""
         return (self.layout != "list" and self.fields is None) if self.verify is None else self.verify
 
     def part(self, schema: Schema) -> Schema:
-        """What the batch has of this schema. SchemaError: one of the fields is unknown."""
+        """Return what the batch has of this schema. SchemaError: one of the fields is unknown."""
         return schema if self.fields is None else schema.only(self.fields)
 
     def fills(self, schema: Schema | None) -> dict[str, bytes]:
@@ -131,7 +131,7 @@ def _fill(spec: TensorSpec, value: complex) -> bytes:
 
 
 def _stands_for(filled: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any]) -> bool:
-    """Whether a value of another dtype is the same, or as near as a floating-point number comes."""
+    """Return whether a value of another dtype is the same, or as near as a floating-point number comes."""
     if filled.dtype.kind in "biu":
         return bool(filled == wanted)
     found, given = filled.astype(np.complex128), wanted.astype(np.complex128)

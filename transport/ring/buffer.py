@@ -113,7 +113,7 @@ class SharedRingBuffer(Attachment):
 
     @property
     def overflow(self) -> Overflow:
-        """What a write does when every slot is in use; may be set."""
+        """Behaviour of a write when every slot is in use; may be set."""
         return self._overflowing.policy
 
     @overflow.setter
@@ -240,7 +240,7 @@ class SharedRingBuffer(Attachment):
             raise
 
     def _name_consumers(self, names: str) -> None:
-        """Of a new ring, or of one that was taken over and whose payloads are for as many ranks."""
+        """Name the consumers of a new ring, or of one that was taken over and has as many ranks."""
         before = self.native.consumers
         if not names and not consumers_of(before):  # who makes it has no number of ranks: that of its payloads stays
             names = before

@@ -1,4 +1,4 @@
-"""What every claim of mapped rings shares: the arguments that make sense, and the wait for a payload."""
+"""The common part of all claims of mapped rings: the arguments that make sense, and the wait for a payload."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ Consumers = Mapping[str, range]
 
 
 def consumers_text(given: Any) -> str:
-    """What a segment has of these consumers: names alone with one rank each, names with how many ranks, or a number.
+    """Return a segment's text of these consumers: names with one rank each, names with counts of ranks, or a number.
 
     UsageError for names that are none, and for more than 16 ranks.
     """

@@ -37,7 +37,7 @@ class PayloadPart(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of the fields, without gaps."""
+        """Bytes of the fields, without gaps."""
         return sum(each.nbytes for each in self.ranges)
 
     def copied(self, whole: Any) -> memoryview:
@@ -60,7 +60,7 @@ def field_names(fields: Any) -> tuple[str, ...]:
 
 
 def part_of(ticket: Ticket, schema: Schema | None, fields: tuple[str, ...]) -> PayloadPart:
-    """What of a payload these fields are. SchemaError: one of them is unknown, or there is no schema."""
+    """Return what of a payload these fields are. SchemaError: one of them is unknown, or there is no schema."""
     whole = ticket.layout(schema)  # which agrees with the ticket
     chosen = ticket.schema or schema
     assert chosen is not None

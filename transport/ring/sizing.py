@@ -106,7 +106,7 @@ def sized(
 
 
 def ring_bytes(slots: int, slot_bytes: int) -> int:
-    """Of the segment of such a ring, within a few pages."""
+    """Return the bytes of such a ring's segment, within a few pages."""
     payload = -(-slot_bytes // PAGE) * PAGE
     control = _FIXED_BYTES + slots * _CONTROL_BYTES
     return slots * payload + -(-control // PAGE) * PAGE

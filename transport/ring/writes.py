@@ -31,7 +31,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class Slots(Protocol):
-    """What a lease, a claim, or a batch asks of its `SharedRingBuffer`."""
+    """The part of a `SharedRingBuffer` that a lease, a claim or a batch uses."""
 
     native: _ring.Ring
     name: str
@@ -71,7 +71,7 @@ class Tickets(Sequence[Ticket]):
 
 
 class Terms(msgspec.Struct, frozen=True, kw_only=True):
-    """What payloads of one call have in common.
+    """Properties that the payloads of one call share.
 
     Attributes:
         deadline_s: after which each may be discarded unread, counted from when there is room for it.
@@ -85,7 +85,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def expire(self) -> bool:
-        """Whether the payloads have a deadline."""
+        """True if the payloads have a deadline."""
         return self.deadline_s is not None or self.deadline is not None
 
     def times(self) -> tuple[float, float | None]:

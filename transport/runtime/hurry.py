@@ -61,7 +61,7 @@ def signalled_at() -> float:
 
 
 def stop_requested() -> bool:
-    """Whether a signal has asked the program to stop."""
+    """Return whether a signal has asked the program to stop."""
     return signalled_at() < float("inf")
 
 
@@ -79,7 +79,7 @@ def begin(most_s: float = MOST_S) -> None:
 
 
 def over() -> None:
-    """What `begin` has begun is over: the process goes on."""
+    """End what `begin` has begun: the process goes on."""
     ends.pop(_SIGNAL, None)
 
 

@@ -1,4 +1,4 @@
-"""What is to happen when a package is imported that this process may never import: nothing of it is imported here."""
+"""Calls for the import of a package that this process may never import: nothing of it is imported here."""
 
 from __future__ import annotations
 

@@ -82,14 +82,14 @@ class LogLimit:
 
 
 class Overdue:
-    """Whether something that is waited for is overdue, so that it is to be asked why: after `LOOK_S`, and so on."""
+    """A watch on something that is waited for, and overdue where it is to be asked why: after `LOOK_S`, and so on."""
 
     def __init__(self) -> None:
         self._since = self._look_at = math.inf
 
     @property
     def looked(self) -> bool:
-        """Whether it is still waited for, and the last look is no older than the next one is away."""
+        """True if it is still waited for, and the last look is no older than the next one is away."""
         return time.monotonic() < self._look_at + LOOK_S < math.inf
 
     @property

@@ -36,7 +36,7 @@ _EXIT_S: Final = 30.0  # for a loop to end at the process's exit: what lives on 
 
 
 def gone(pid: int) -> bool:
-    """Whether the threads that process ``pid`` started cannot be waited for here.
+    """Return whether the threads that process ``pid`` started cannot be waited for here.
 
     A forked child has none of them. An interpreter that finalises ends or suspends every thread that tries to run.
     """
@@ -207,7 +207,7 @@ class Job(Generic[T]):
                 self._callbacks.popleft()(self)
 
     def done(self) -> bool:
-        """Whether the coroutine has ended."""
+        """Return whether the coroutine has ended."""
         return self.outcome is not None
 
     def add_done_callback(self, function: Callable[[Job[T]], object]) -> None:
@@ -241,7 +241,7 @@ class Job(Generic[T]):
         return self.result()
 
     def result(self, timeout_s: float | None = None) -> T:
-        """What the coroutine returned or raised.
+        """Return what the coroutine returned or raised.
 
         TimeoutError: it runs still. CancelledError: it was cancelled; ClosedError: by the end of the thread.
         """
@@ -320,7 +320,7 @@ class LoopThread:
 
     @property
     def ending(self) -> bool:
-        """Whether what runs on the loop is being cancelled. For callers on the loop."""
+        """True if what runs on the loop is being cancelled. For callers on the loop."""
         return self._own.ending is not None
 
     def post(self, function: Callable[..., object], *arguments: object) -> bool:
@@ -365,7 +365,7 @@ class LoopThread:
 
     @property
     def is_current(self) -> bool:
-        """Whether this is the loop's own thread."""
+        """True if this is the loop's own thread."""
         return threading.current_thread() is self._thread
 
     def may_wait(self) -> None:
@@ -413,7 +413,7 @@ class LoopThread:
 
 
 class _Own:
-    """What a thread has of its own. It does not refer to its `LoopThread`, which may be dropped."""
+    """The state of a thread. It does not refer to its `LoopThread`, which may be dropped."""
 
     def __init__(self) -> None:
         self.loop: asyncio.AbstractEventLoop | None = None

@@ -1,4 +1,4 @@
-"""Whether an installed framework is of a release that its adapter was written for: what installing.py asks for."""
+"""A check that an installed framework is of a release that its adapter was written for, as installing.py asks."""
 
 from __future__ import annotations
 

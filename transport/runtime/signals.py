@@ -14,7 +14,7 @@ from transport.runtime import hurry, interruption
 
 
 class Stopped:
-    """Whether a stop was requested. The signal handler writes a byte to a pipe and `wait` reads it: none is lost.
+    """A flag for a requested stop. The signal handler writes a byte to a pipe and `wait` reads it: none is lost.
 
     Attributes:
         starting: the program has not finished its start, so SIGINT also raises KeyboardInterrupt.

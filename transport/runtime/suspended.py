@@ -1,4 +1,4 @@
-"""Whether another process of this host is stopped by a signal, as the kernel says."""
+"""A look at the kernel for another process of this host that a signal has stopped."""
 
 from __future__ import annotations
 

@@ -89,6 +89,6 @@ class Questions(Timeouts[int]):
 
 
 def fail(future: asyncio.Future[Any]) -> None:
-    """What becomes of a future that is late: TimeoutError, unless it is done."""
+    """Fail a future that is late with TimeoutError, unless it is done."""
     if not future.done():
         future.set_exception(TimeoutError())

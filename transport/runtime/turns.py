@@ -28,7 +28,7 @@ class Turns:
         return len(self._line)
 
     async def wait(self, take: Callable[[], T | None]) -> T:
-        """What ``take()`` gives, once it gives something; it is called by the first in the line only."""
+        """Return what ``take()`` gives, once it gives something; it is called by the first in the line only."""
         if not self._line:
             self._untold = 0
             if (taken := take()) is not None:

@@ -11,7 +11,7 @@ import enum
 
 
 class Phase(enum.Enum):
-    """What a supervisor, or a listener without supervisor, is doing."""
+    """The occupation of a supervisor, or of a listener without one."""
 
     SERVING = "serving"
     LINGERING = "lingering"
@@ -81,6 +81,6 @@ class Watchdog:
         self._looked_at = now
 
     def stopped(self, silent_s: float) -> bool:
-        """Whether to give up a process whose last heartbeat was ``silent_s`` old at the last look."""
+        """Return whether to give up a process whose last heartbeat was ``silent_s`` old at the last look."""
         assert self._looked_at is not None
         return min(silent_s, self._looked_at - self._awake_since) > self._limit_s

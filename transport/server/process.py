@@ -59,7 +59,7 @@ class ListenerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     log_format: LogFormat = "text"
 
     def checked(self) -> ListenerConfig:
-        """As a listener process reads it. UsageError: it would refuse a field."""
+        """Return the configuration as a listener process reads it. UsageError: it would refuse a field."""
         try:
             return msgspec.json.decode(msgspec.json.encode(self), type=ListenerConfig)
         except (TypeError, msgspec.ValidationError) as error:
@@ -75,17 +75,17 @@ class StartReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     @classmethod
     def of(cls, error: TransportError) -> StartReport:
-        """Of a start that failed."""
+        """Return the report of a start that failed."""
         return cls(error=type(error).__name__, message=reportable(str(error)))
 
 
 def is_listener(pid: int) -> bool:
-    """Whether a process of this user is a listener. The segment's process ids may be any value."""
+    """Return whether a process of this user is a listener. The segment's process ids may be any value."""
     return has_module(pid, _MODULE)
 
 
 def has_module(pid: int, module: bytes) -> bool:
-    """Whether a process of this user runs this module of the package, as its command line says."""
+    """Return whether a process of this user runs this module of the package, as its command line says."""
     process = Path(f"/proc/{pid}")
     try:
         ours = process.stat().st_uid == os.geteuid()
@@ -95,7 +95,7 @@ def has_module(pid: int, module: bytes) -> bool:
 
 
 def is_ending(pid: int) -> bool:
-    """Whether a process ends at the moment: its command line is gone, its locks are held until its memory is gone."""
+    """Return whether a process is ending: its command line is gone, its locks are held until its memory is gone."""
     try:
         flags = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[6]
     except (OSError, IndexError):  # ended, or of another container

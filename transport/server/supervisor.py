@@ -80,7 +80,7 @@ class ServedPort:
 
     @property
     def refused(self) -> bool:
-        """Whether the listener reported an error that another start would repeat."""
+        """True if the listener reported an error that another start would repeat."""
         if self.any_port and self.last_error.error == BusyPortError.__name__:
             return False
         return self.last_error.error != SILENT
@@ -161,11 +161,11 @@ class Supervisor:
         }
 
     def _ending(self) -> bool:
-        """Whether an owner that was killed still holds its place, so that the segment cannot be removed."""
+        """Return whether an owner that was killed still holds its place, so that the segment cannot be removed."""
         return any(owner.alive and is_ending(owner.pid) for owner in self._ring.native.owners())
 
     def _succeeded(self) -> bool:
-        """Whether other writers have taken over the ring: it has a keeper, and none of the original writers is left."""
+        """Return whether other writers have taken over the ring: it has a keeper, and no original writer is left."""
         writers = _living_writers(self._ring)
         return self._ring.native.keeper_alive and bool(writers) and not self._writers & writers
 

@@ -1,4 +1,4 @@
-"""What a run's rings hold and its model has not consumed, beside the model's checkpoint. See docs/RESTART.md.
+"""Snapshots of the payloads that no model has consumed, beside the model's checkpoint. See docs/RESTART.md.
 
 1. **The cut.** `snapshot` pins, in every ring of this host, each payload that is not consumed by all of its ranks
    (`SharedRingBuffer.hold_unread`). Between taking the record and the return of `snapshot` no trainer consumes. So

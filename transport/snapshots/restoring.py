@@ -61,7 +61,7 @@ class SavedPayload(NamedTuple):
 
 
 class Restored(NamedTuple):
-    """What a call of `restore` did.
+    """Result of a call of `restore`.
 
     Attributes:
         tickets: of the payloads that it wrote.

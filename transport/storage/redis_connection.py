@@ -163,7 +163,7 @@ class RedisConnection:
 
     @property
     def closed(self) -> bool:
-        """Whether ``close`` was called."""
+        """True if ``close`` was called."""
         return self._closed
 
     @property

@@ -323,7 +323,7 @@ class _Database:
 
     @property
     def closed(self) -> bool:
-        """Whether ``close`` was called."""
+        """True if ``close`` was called."""
         return self._closed
 
     def close(self) -> None:

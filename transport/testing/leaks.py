@@ -31,7 +31,7 @@ _FOR_LIFE = ("/dev/nvidia", "/dev/infiniband", "/dev/urandom")
 
 
 class ResourceSnapshot(NamedTuple):
-    """What this process holds at a moment, each as identity → description.
+    """The resources that this process holds at a moment, each as identity → description.
 
         before = ResourceSnapshot.take()
         ...
@@ -61,7 +61,7 @@ class ResourceSnapshot(NamedTuple):
         )
 
     def leaks(self, grace_s: float = 3.0) -> list[str]:
-        """What is there now and was not in this snapshot, in words; empty if nothing.
+        """Return what is there now and was not in this snapshot, in words; empty if nothing.
 
         Clean-up that goes on in the background gets ``grace_s``; returns as soon as nothing is left.
         """
@@ -198,7 +198,7 @@ def _mapped_by(processes: Iterable[int]) -> set[str]:
 
 
 def _strangers_run(ours: Container[int]) -> bool:
-    """Whether a process that is neither this one nor in ``ours`` uses this package or its segments."""
+    """Return whether a process that is neither this one nor in ``ours`` uses this package or its segments."""
     our_memory = _SHARED_MEMORY.stat().st_dev
     for process in Path("/proc").glob("[0-9]*"):
         if int(process.name) != os.getpid() and int(process.name) not in ours:

@@ -77,7 +77,7 @@ class Group(Sequence[Ticket]):
 
     @property
     def metadata(self) -> list[dict[str, Any]]:
-        """What the writer gave with each sample."""
+        """Metadata that the writer gave with each sample."""
         return [ticket.users_metadata for ticket in self]
 
     @property
@@ -97,7 +97,7 @@ class Group(Sequence[Ticket]):
 
     @property
     def origins(self) -> list[Delivery]:
-        """What all of these were at first."""
+        """Deliveries that all of these were at first."""
         return [*(each.origin for each in self.samples), *self.marks.values()]
 
     def ends(self, ring: str, written: int | None, now: float) -> None:
@@ -112,7 +112,7 @@ class Group(Sequence[Ticket]):
 
     @property
     def has_ended(self) -> bool:
-        """Whether it has an end, and the samples that were written before to the same ring."""
+        """True if it has an end, and the samples that were written before to the same ring."""
         came = Counter(each.origin[0] for each in self.samples)
         return self.ended_at is not None and all(came[ring] >= count for ring, count in self._written.items())
 

@@ -121,7 +121,7 @@ class Batch(Payloads):
 
     @property
     def answered(self) -> bool:
-        """Whether every ring has answered `consume`, so that `accepted` does not wait."""
+        """True if every ring has answered `consume`, so that `accepted` does not wait."""
         return all(part.answered for part in self.parts if isinstance(part, TakenPart))
 
     @property

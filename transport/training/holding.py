@@ -137,7 +137,7 @@ class Holding:
 
     @property
     def deliveries(self) -> list[Delivery]:
-        """What is held, also where a ring was asked and has not answered."""
+        """Deliveries that are held, also where a ring was asked and has not answered."""
         return list(self._held)
 
     def take(self, n: int, timeout_s: float = 0.0, oldest_version: int | None = None) -> list[HeldSample]:

@@ -24,7 +24,7 @@ class LearnedStep(Protocol):
 
 
 class Learned:
-    """What the model of a trainer has learned, whichever `Steps` gave it out. Changed by one thread at a time.
+    """The payloads that a trainer's model has learned, whichever `Steps` gave it out. Changed by one thread at a time.
 
     Args:
         given: the record of the checkpoint with which the model begins; None: there is none, and steps that an earlier

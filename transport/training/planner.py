@@ -53,7 +53,7 @@ Choose = Callable[[Group], bool]
 
 
 class StepTerms(msgspec.Struct, frozen=True, kw_only=True):
-    """What steps are like.
+    """Terms that all steps of a run share.
 
     Attributes:
         groups: of a step.
@@ -149,7 +149,7 @@ class Planner:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank plans."""
+        """True if this rank plans."""
         return self._term > 0
 
     @property
@@ -459,7 +459,7 @@ class Planner:
 
     # --- planning -------------------------------------------------------------------------------------
     def _may_plan(self) -> bool:
-        """Whether every step that is planned has been read, so that the next may be read ahead, and none is void."""
+        """Return whether every planned step has been read, so that the next may be read ahead, and none is void."""
         if self._end is not None:
             return False
         return {"planned", "void"}.isdisjoint(self._records.states(list(self._steps))) if self._steps else True

@@ -71,7 +71,7 @@ class PlannedStep(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 
     @property
     def ends(self) -> bool:
-        """Whether there is no such step, since the data has ended."""
+        """True if there is no such step, since the data has ended."""
         return not self.layout
 
     def deliveries(self) -> list[Delivery]:
@@ -97,7 +97,7 @@ class PlannedStep(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 
 @hiding("tickets")
 class PlannedPart(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a replica reads: of each micro-batch the tickets, encoded, and the versions of their policies."""
+    """A replica's part of a step: of each micro-batch the tickets, encoded, and the versions of their policies."""
 
     tickets: list[list[bytes]] = []
     versions: list[list[int | None]] = []
@@ -112,7 +112,7 @@ class _Followed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
 
 class _Planner(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Who plans."""
+    """Record of the rank that plans."""
 
     process: str
     rank: int

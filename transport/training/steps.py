@@ -81,7 +81,7 @@ class Step(Sequence[MicroBatch]):
 
     @property
     def identities(self) -> list[Identity]:
-        """What a record has of all its samples."""
+        """Identities of all its samples, as a record has them."""
         return self._planned.identities()
 
     def accept(self) -> None:
@@ -113,7 +113,7 @@ class Step(Sequence[MicroBatch]):
 
     @property
     def consumed(self) -> bool:
-        """Whether every rank has consumed the step."""
+        """True if every rank has consumed the step."""
         return self._steps.is_consumed(self.number)
 
     def let_go(self) -> None:

@@ -592,7 +592,7 @@ class Batches:
 
 
 class TrainerBook:
-    """What a trainer writes down: payloads that were consumed, those of accepted batches, and counters.
+    """The books of a trainer: payloads that were consumed, those of accepted batches, and counters.
 
     Attributes:
         client: acknowledges the parents of joined payloads.

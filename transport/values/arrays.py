@@ -50,7 +50,7 @@ def found_array(value: object, name: str) -> Array | None:
 
 
 def comes_back_as_another(value: object) -> bool:
-    """Whether a value has a class of arrays or buffers which its reader would not see: numpy.matrix, bytearray."""
+    """Return whether a value's class of arrays or buffers is lost on its way: numpy.matrix, bytearray."""
     array = isinstance(value, np.ndarray) and type(value) not in (np.ndarray, np.memmap, np.ma.MaskedArray)
     return array or isinstance(value, bytearray | memoryview)
 
@@ -75,7 +75,7 @@ def _to_array(value: object) -> Array | None:
 
 
 def memory_of(value: Any) -> memoryview | None:
-    """What the value exports by the buffer protocol; None: it does not have it."""
+    """Return what the value exports by the buffer protocol; None: it does not have it."""
     try:
         return memoryview(value)
     except TypeError:

@@ -44,7 +44,7 @@ def value_of(memory: np.ndarray, name: str) -> Any:
 
 
 class _Wrong(Exception):
-    """What is wrong with a field's bytes."""
+    """The fault in a field's bytes."""
 
 
 class _Field:
@@ -164,7 +164,7 @@ _MADE: Final[Mapping[int, Callable[..., Any]]] = {
 
 
 def field_value(kind: str, memory: np.ndarray, name: str) -> Any:
-    """What a field of this kind has: "text", "bytes" or "value". PayloadDamagedError."""
+    """Return what a field of this kind has: "text", "bytes" or "value". PayloadDamagedError."""
     if kind == "text":
         return text_of(memory, name)
     return memory.tobytes() if kind == "bytes" else value_of(memory, name)

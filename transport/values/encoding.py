@@ -48,7 +48,7 @@ class Pieces:
 
 
 class _Stuck(Exception):
-    """What cannot travel, and where: the steps of the path to it, the last first."""
+    """A value that cannot travel, and where it stands: the steps of the path to it, the last first."""
 
     def __init__(self, what: str) -> None:
         super().__init__(what)

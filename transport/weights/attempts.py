@@ -48,7 +48,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     kept: str = ""
 
     def has_reached(self, name: str, phase: AttemptPhase) -> bool:
-        """Whether all ranks of the attempt of this name have come so far."""
+        """Return whether all ranks of the attempt of this name have come so far."""
         if self.kept == name:
             return True
         return self.name == name and self.phase is not AttemptPhase.FAILED and self._is_at_least(phase)

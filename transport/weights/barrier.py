@@ -304,7 +304,7 @@ class UpdateBarrier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @staticmethod
     def _values(store: Store, key: str, until: float, failed: Failed) -> Iterator[bytes]:
-        """What stands under a key, at every change and every look, until then. WeightsError when a rank has failed."""
+        """Yield a key's value at every change and every look, until then. WeightsError when a rank has failed."""
         seen = ABSENT
         while (left := until - time.monotonic()) > 0:
             if (reason := failed()) is not None:

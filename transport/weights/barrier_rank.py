@@ -11,7 +11,6 @@ from typing import Any, Self
 
 from transport.errors import StoreError, TransportError, WeightsError, WeightsTimeoutError
 from transport.runtime import threads
-from transport.runtime.error_text import error_text
 from transport.runtime.loop_thread import LoopThread
 from transport.weights.attempts import NO_ATTEMPT
 from transport.weights.engine import WeightsEngine
@@ -93,7 +92,7 @@ class BarrierRank:
 
     @property
     def leads(self) -> bool:
-        """Whether it begins the attempts of all ranks."""
+        """True if it begins the attempts of all ranks."""
         return self.sends and self.rank == 0
 
     # --- the engine -------------------------------------------------------------------------------------------------
@@ -138,12 +137,12 @@ class BarrierRank:
 
     @property
     def in_doubt(self) -> bool:
-        """Whether it has loaded a version, and does not know whether that stays."""
+        """True if it has loaded a version, and does not know whether that stays."""
         return self._weights.in_doubt
 
     @property
     def mixed(self) -> bool:
-        """Whether it may serve another version than the other ranks of its engine.
+        """True if it may serve another version than the other ranks of its engine.
 
         A load has failed, here or on another rank, and the version before could not be loaded again; or it is in doubt.
         """
@@ -156,10 +155,7 @@ class BarrierRank:
         """
         self.attempt = NO_ATTEMPT
         if why is not None:
-            try:
-                self._weights.go_back()
-            except Exception as error:
-                why.add_note(f"{self.name}: the version before was not loaded: {error_text(error)}")
+            self._weights.go_back(why)
         elif self._weights.landed is not None:
             self._weights.keep()
         self.run(self._weights.finalize())
@@ -189,7 +185,7 @@ class BarrierRank:
             before.over = f"{self.name} began version {version}"
 
     def staged(self, version: int) -> bool:
-        """Whether this version is staged, once what was begun has ended; raises its error."""
+        """Return whether this version is staged, once what was begun has ended; raises its error."""
         begun = self._begun
         if begun is not None:
             wait([begun.done])

@@ -173,22 +173,22 @@ class WeightsEngine:
 
     @property
     def sends(self) -> bool:
-        """Whether this rank sends in its group; without a layout only the first trainer's does."""
+        """True if this rank sends in its group; without a layout only the first trainer's does."""
         return self._role is None or bool(self._role.outgoing)
 
     @property
     def spoilt(self) -> bool:
-        """Whether the engine's own tensors hold a mixture: an update began to change them and did not complete."""
+        """True if the engine's own tensors hold a mixture: an update began to change them and did not complete."""
         return self._own is not None and self._own.spoilt
 
     @property
     def in_place(self) -> bool:
-        """Whether versions land in the engine's own tensors."""
+        """True if versions land in the engine's own tensors."""
         return self._own is not None
 
     @property
     def on_device(self) -> bool:
-        """Whether received tensors are in device memory."""
+        """True if received tensors are in device memory."""
         return self._device is not None
 
     def statistics(self) -> EngineStatistics:

@@ -42,7 +42,6 @@ from transport.errors import (
 from transport.packer.options import RingOptions, ServerOptions
 from transport.packer.rollout import UCXXRolloutMixin
 from transport.runtime.decoders import hiding
-from transport.runtime.error_text import error_text
 from transport.schema import Schema
 from transport.settings import Settings
 from transport.ticket import Ticket
@@ -181,7 +180,7 @@ class Offers:
 
 
 def _name_of(queue: FoundRings, topic: str) -> str:
-    """Of the ring of a topic's versions on this host: beside the run's, or of the directory or addresses."""
+    """Return the name of a topic's ring on this host: beside the run's, or of the directory or addresses."""
     places = queue.places
     return beside("offers", places.prefix or hashlib.sha256(repr(places).encode()).hexdigest()[:16], topic)
 
@@ -300,10 +299,7 @@ class Taker:
             self._switch.stage(taken)
             self._switch.load(taken)
         except BaseException as error:
-            try:
-                self._switch.go_back(taken, lambda: self._held)
-            except Exception as second:
-                error.add_note(f"the version before was not restored: {error_text(second)}")
+            self._switch.go_back(taken, lambda: self._held, error)
             raise
         self._switch.keep()
         self._held = taken

@@ -12,8 +12,7 @@ from transport.wires import Wire
 
 @hiding("secret")
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Of a `WeightsEngine`; the same for all members but ``host``, ``wires``, ``in_flight`` and ``rate``, which may
-    differ.
+    """Options of a `WeightsEngine`; ``host``, ``wires``, ``in_flight`` and ``rate`` may differ between members.
 
     Attributes:
         shape, fanout: of the relays; the trainer's count.

@@ -1,4 +1,4 @@
-"""What a rank of an engine that is not ours has, or wants: its layout, and its tensors by the layout's names."""
+"""The shards that a rank of a foreign engine has, or wants: its layout, and its tensors by the layout's names."""
 
 from __future__ import annotations
 

@@ -27,12 +27,12 @@ class ReceivedWeights:
 
     @property
     def in_doubt(self) -> bool:
-        """Whether a version is loaded, and not decided."""
+        """True if a version is loaded, and not decided."""
         return self.switch.state is WorkerState.IN_DOUBT
 
     @property
     def mixed(self) -> bool:
-        """Whether the worker may serve what is no version of its group."""
+        """True if the worker may serve what is no version of its group."""
         return self._engine.spoilt or self.switch.state in (WorkerState.MIXED, WorkerState.IN_DOUBT)
 
     def _arrays(self, held: ShardHeld) -> dict[str, Any]:
@@ -60,11 +60,14 @@ class ReceivedWeights:
         self.landed = None
         self.switch.keep()
 
-    def go_back(self) -> None:
-        """Serve the version before again, if there is one. In place it is gone: nothing is proven."""
+    def go_back(self, why: BaseException | None = None) -> None:
+        """Serve the version before again, if there is one. In place it is gone: nothing is proven.
+
+        An error of the return becomes a note of ``why``.
+        """
         landed, self.landed = self.landed, None
         if landed is not None:
-            self.switch.go_back(landed, self._before)
+            self.switch.go_back(landed, self._before, why)
 
     def _before(self) -> ShardHeld | None:
         self._engine.revert()

@@ -12,8 +12,8 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from transport.errors import ChildrenLostError, MemberFailedError, ParentLostError, UsageError
-from transport.weights.plan.steps import Metadata, VersionProof
+from transport.errors import MemberFailedError, UsageError
+from transport.weights.plan.steps import Metadata, VersionProof, remoteness
 from transport.weights.transfer.threads import ended
 from transport.weights.updating import ReplicaMember
 
@@ -32,7 +32,7 @@ class ShardedReplica:
 
     @property
     def lost(self) -> bool:
-        """Whether the process of a rank is gone."""
+        """True if the process of a rank is gone."""
         return any(getattr(rank, "lost", False) for rank in self.ranks)
 
     async def tidy(self) -> None:
@@ -107,12 +107,5 @@ async def _all(calls: Any, until: str = asyncio.ALL_COMPLETED) -> list[Any]:
     answers = await asyncio.gather(*tasks, return_exceptions=True)
     failed = [each for each in answers if isinstance(each, BaseException)]
     if failed:
-        raise min(failed, key=_remoteness)
+        raise min(failed, key=remoteness)
     return answers
-
-
-def _remoteness(error: BaseException) -> int:
-    """How far an error is from its cause: 0, 1 for what members say when others fail, 2 for a cancellation."""
-    if isinstance(error, asyncio.CancelledError):
-        return 2
-    return int(isinstance(error, ParentLostError | ChildrenLostError))

@@ -9,9 +9,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol
 
 from transport.errors import (
-    ChildrenLostError,
     MemberFailedError,
-    ParentLostError,
     WeightsChecksumError,
     WeightsTimeoutError,
 )
@@ -29,6 +27,7 @@ from transport.weights.plan.steps import (
     UpdateStep,
     VersionProof,
     known_alone,
+    remoteness,
     verdicts,
 )
 from transport.weights.sharding.roles import build_topology
@@ -40,7 +39,7 @@ _GRACE_S = 2.0  # for a cancelled member to end; after that it is not waited for
 
 
 class UpdateMember(Protocol):
-    """What trainers and replicas have in common.
+    """A trainer or a replica, as an update calls both.
 
     One whose process is gone has an attribute ``lost``, and may have ``tidy()`` for what it left on its host.
     """
@@ -160,12 +159,12 @@ class Run:
 
     @property
     def reasons(self) -> dict[str, str]:
-        """Of each member that failed its first failure; "" is the manager."""
+        """The first failure of each member that failed; "" is the manager."""
         return {each.member: f"{each.step}: {text_of(each.error)}" for each in reversed(self.failures)}
 
     @property
     def cancelled(self) -> bool:
-        """Whether the update was cancelled."""
+        """True if the update was cancelled."""
         return any(isinstance(each.error, asyncio.CancelledError) and not each.member for each in self.failures)
 
     @property
@@ -216,8 +215,9 @@ class Run:
         """
         log.warning("v%d: its changes gave wrong bytes, and the whole version is sent: %s", self._version, self.reasons)
         self._whole = self.fell_back = True
-        of_changes = WeightsChecksumError, ParentLostError, ChildrenLostError  # the others: of who relays wrong bytes
-        again = {each.member for each in self.failures if isinstance(each.error, of_changes)} - self.lost
+        of_changes = (each for each in self.failures if isinstance(each.error, WeightsChecksumError))
+        relayed = (each for each in self.failures if remoteness(each.error) == 1)  # by who has wrong bytes
+        again = {each.member for each in (*of_changes, *relayed)} - self.lost
         self._dropped -= again
         cancelled = [each for each in self.failures if isinstance(each.error, asyncio.CancelledError)]
         self.failures = [each for each in self.failures if each in cancelled or each.member in self._dropped]
@@ -356,7 +356,7 @@ class Run:
         if late:
             await asyncio.wait(late, timeout=_GRACE_S)
         # Several members detect one failure at almost the same time, in any order: its cause comes first.
-        return sorted(failed, key=lambda each: isinstance(each[1], ParentLostError | ChildrenLostError))
+        return sorted(failed, key=lambda each: remoteness(each[1]))
 
     async def _over(
         self, step: UpdateStep, limit_s: float, left: set[asyncio.Task[None]], failed: list[tuple[str, BaseException]]

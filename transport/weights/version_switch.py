@@ -21,13 +21,14 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 
 from transport.errors import InternalError, MemberFailedError, WeightsChecksumError
+from transport.runtime.error_text import error_text
 from transport.weights.plan.steps import VersionProof
 from transport.weights.versions.layout import weights_checksum
 from transport.weights.worker_calls import check
 
 
 class WorkerState(enum.StrEnum):
-    """What is known of the weights of a worker."""
+    """Knowledge of a worker's weights."""
 
     UNTOUCHED = "untouched"  # what it began with
     SERVING = "serving"  # a version: proven, and decided
@@ -64,7 +65,7 @@ class Version(Protocol):
 
 
 class SwitchedWorker(Protocol):
-    """What is called of a `RolloutWorker`."""
+    """The part of a `RolloutWorker` that is called."""
 
     serves_given: bool
 
@@ -144,12 +145,22 @@ class VersionSwitch(Generic[V]):
         """Serve the version that was loaded last: it is decided that it stays."""
         self._apply(WorkerEvent.KEPT)
 
-    def go_back(self, version: V, before: Callable[[], V | None]) -> None:
+    def go_back(self, version: V, before: Callable[[], V | None], why: BaseException | None = None) -> None:
         """Serve the version before again, if the load of ``version`` has begun; else no method of the worker is called.
 
-        ``before`` drops ``version``, when no call to the worker reads it, and returns the one before. None: there is
-        none, and what was there is gone.
+        Args:
+            before: drops ``version``, when no call to the worker reads it, and returns the one before. None: there is
+                none, and what was there is gone.
+            why: the error that ``version`` failed with; an error of the return becomes a note of it.
         """
+        try:
+            self._go_back(version, before)
+        except Exception as error:
+            if why is None:
+                raise
+            why.add_note(f"{self._name}: the version before was not loaded: {error_text(error)}")
+
+    def _go_back(self, version: V, before: Callable[[], V | None]) -> None:
         self._staged = None
         older = before()
         if self._version is not version:

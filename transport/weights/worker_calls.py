@@ -26,7 +26,7 @@ class WorkerQueue:
 
     @property
     def busy(self) -> bool:
-        """Whether a turn has begun and not ended."""
+        """True if a turn has begun and not ended."""
         return self._turn.locked()
 
     async def run(self, work: Callable[[], T]) -> T:

@@ -48,7 +48,7 @@ def host_port(host: str, port: int) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether the address leads to the host that uses it."""
+    """Return whether the address leads to the host that uses it."""
     return address.startswith("127.") or address in ("localhost", "::1")
 
 

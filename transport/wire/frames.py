@@ -148,7 +148,7 @@ class Proof(msgspec.Struct, frozen=True):
 
 
 class Welcome(msgspec.Struct, frozen=True):
-    """What was agreed; ``code`` other than 0 is a refusal (see errors.py) and ``reason`` says why."""
+    """The terms that were agreed; ``code`` other than 0 is a refusal (see errors.py) and ``reason`` says why."""
 
     ring: str
     tag_base: TagBase
@@ -249,7 +249,7 @@ class SlotFate(enum.IntEnum):
 
 
 def fate_of(info: _ring.SlotInfo, record: Record) -> SlotFate:
-    """What a look at a slot says about the payload that ``record`` names."""
+    """Return what a look at a slot says about the payload that ``record`` names."""
     if info.generation != record.generation or info.state not in (_ring.READY, _ring.READING):
         return SlotFate.GONE
     return SlotFate.CONSUMED if info.done >> record.rank & 1 else SlotFate.READABLE

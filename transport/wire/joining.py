@@ -29,7 +29,7 @@ _ASKED = frozenset({"all", "sm", "shm", "mm", *MAPPED})  # in UCX_TLS
 
 
 def maps_memory(settings: Mapping[str, str]) -> bool:
-    """Whether a UCX context with ``settings`` may use shared memory."""
+    """Return whether a UCX context with ``settings`` may use shared memory."""
     chosen = settings.get("TLS", os.environ.get("UCX_TLS", "all")).split(",")
     names = {name.strip().split(":")[0].lstrip("\\") for name in chosen}
     if chosen[0].startswith("^"):
@@ -38,7 +38,7 @@ def maps_memory(settings: Mapping[str, str]) -> bool:
 
 
 def of_this_host(address: str) -> bool:
-    """Whether an IP address is one of this host's. A name is not looked up, which would block: see `address_of`."""
+    """Return whether an IP address is this host's. A name is not looked up, which would block: see `address_of`."""
     family = family_of(address)
     if family is None:
         return False
@@ -76,7 +76,7 @@ class ConnectionSetup:
         self._lanes: list[tuple[str, str]] = []
 
     def look(self, progressed: bool) -> bool:
-        """Whether lanes have changed, so that one more round of progress is due.
+        """Return whether lanes have changed, so that one more round of progress is due.
 
         Args:
             progressed: there was a round since the last look; else only the end of a connection is reported.
@@ -101,5 +101,5 @@ class ConnectionSetup:
 
     @property
     def over(self) -> bool:
-        """Whether the waiter has its answer, or has left."""
+        """True if the waiter has its answer, or has left."""
         return self._done.done()

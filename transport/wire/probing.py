@@ -1,4 +1,4 @@
-"""Whether something at a port sends bytes back, before UCX connects to it.
+"""A probe for something at a port that sends bytes back, before UCX connects to it.
 
 UCX takes whatever comes for the answer of a listener: bytes of another service, or its own request (an echo service; a
 connection to a port of this host at which nothing listens, which the kernel may make to itself) end the process with an

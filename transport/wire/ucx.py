@@ -341,7 +341,7 @@ class Listening:
 
     @property
     def shut(self) -> bool:
-        """Whether newcomers are ignored, since the reserve of descriptors is in use."""
+        """True if newcomers are ignored, since the reserve of descriptors is in use."""
         shut: bool = self._native.shut
         return shut
 

@@ -33,7 +33,7 @@ _UNIQUE: Final = re.compile(rb"(lib\w+)(?:-[0-9a-f]{8})?(\.so\.\d+)(?:\.\d+)+\0"
 
 
 class Lack(NamedTuple):
-    """What this process lacks for a UCX with verbs, and what to type about it."""
+    """A lack of this process for a UCX with verbs, and what to type about it."""
 
     why: str
     remedy: str

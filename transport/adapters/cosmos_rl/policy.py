@@ -65,7 +65,7 @@ class TicketStrategy(UCXXDataPackerMixin, PayloadTransportStrategy):  # type: ig
         self.cleanup_ucxx_packer()
 
     def should_intercept(self, rollout_output: Any) -> bool:
-        """Whether this is a reference of this transport: its completion is `PREFIX` and a ticket."""
+        """Return whether this is a reference of this transport: its completion is `PREFIX` and a ticket."""
         return _text_of(rollout_output) is not None
 
     def cache_key(self, rollout_output: Any) -> str:

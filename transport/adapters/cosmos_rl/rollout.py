@@ -52,7 +52,7 @@ def end_publishing(engine: Any, timeout: float) -> None:
 
 
 def context_of(engine: Any) -> Any:
-    """What a rollout engine keeps as its ``payload_context``, as cosmos-rl looks for it; None: nothing."""
+    """Return what a rollout engine keeps as its ``payload_context``, as cosmos-rl looks for it; None: nothing."""
     return getattr(engine, "payload_context", None) or getattr(engine, "_payload_context", None)
 
 

@@ -41,7 +41,7 @@ def payload_of(structure: Any) -> dict[str, Any]:
 
 
 def structure_of(payload: Mapping[str, Any], *, copy: bool = True) -> Any:
-    """What `payload_of` was given; of some fields only, the others have their defaults.
+    """Return what `payload_of` was given; of some fields only, the others have their defaults.
 
     Args:
         payload: with the field ``structure``.

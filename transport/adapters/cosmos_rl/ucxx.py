@@ -39,7 +39,7 @@ _SLOTS: Final = 1000  # what cosmos-rl takes where a job gives no UCXXBufferConf
 
 
 class Choices(msgspec.Struct, frozen=True, kw_only=True):
-    """What `replace_ucxx` was given, for the objects that cosmos-rl makes itself."""
+    """Arguments of `replace_ucxx`, for the objects that cosmos-rl makes itself."""
 
     schemas: tuple[Schema, ...] = ()
     overflow: Overflow = "block"
@@ -206,7 +206,7 @@ class UCXXReplacement(UCXXPayloadTransport):  # type: ignore[misc]  # cosmos-rl 
         self.discarding = Discarding(choices.policy)
 
     def close_producer(self, producer: Any, *, timeout: float = 5.0) -> None:
-        """As cosmos-rl does, also while the rollout engine publishes."""
+        """Close the producer as cosmos-rl does, also while the rollout engine publishes."""
         end_publishing(producer, timeout)
         super().close_producer(producer, timeout=timeout)
 

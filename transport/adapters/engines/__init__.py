@@ -1,1 +1,1 @@
-"""What the adapters of checkpoint engines (verl, NeMo-RL) share."""
+"""The common part of the adapters of checkpoint engines (verl, NeMo-RL)."""

@@ -128,7 +128,7 @@ class _Blocks(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        """As much as was asked for, as files of a disk do, since torch asks once."""
+        """Read as much as was asked for, as files of a disk do, since torch asks once."""
         target = memoryview(cast(bytearray, buffer)).cast("B")
         target = target[: max(0, self._size - self._at)]
         done = 0

@@ -83,7 +83,7 @@ class _Delivery(NamedTuple):
 
 
 class _End:
-    """What a worker process says behind its last batch where the rollouts have ended."""
+    """A worker process's message behind its last batch where the rollouts have ended."""
 
 
 class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not there when types are checked

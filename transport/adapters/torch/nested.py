@@ -55,7 +55,7 @@ class Apart:
         self._count = 0
 
     def of(self, value: Any, *path: Any) -> Any:
-        """What travels in the place of a value that stands at this path. Tensors are not copied.
+        """Return what travels in the place of a value that stands at this path. Tensors are not copied.
 
         SchemaError names a value that has no form; what cannot travel for other reasons is refused as it is written.
         """
@@ -182,7 +182,7 @@ def _of_tensordict(kind: type) -> Callable[[Apart, Any, Sequence[Any]], Any] | N
 
 
 def shape_of(value: Any) -> dict[str, Any]:
-    """What a TensorDict is beside its items. What was on a device comes back on the host."""
+    """Return what a TensorDict is beside its items. What was on a device comes back on the host."""
     names = list(value.names)
     return {
         "batch_size": list(value.batch_size),
@@ -208,7 +208,7 @@ def _equals_itself(key: object) -> bool:
 
 # --- together -------------------------------------------------------------------------------------------
 class _Node:
-    """What stood at a step of a path, and below it."""
+    """The values at a step of a path, and below it."""
 
     __slots__ = ("below", "kind")
 
@@ -247,7 +247,7 @@ class Together:
                 node.kind = kind
 
     def field(self, name: str, value: Any) -> Any:
-        """What was given as the field of this name. PayloadDamagedError: its marks do not fit what came."""
+        """Return what was given as the field of this name. PayloadDamagedError: its marks do not fit what came."""
         with _damage(name):
             return self._put(value, self._root.below.get(name))
 

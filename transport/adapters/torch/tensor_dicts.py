@@ -70,7 +70,7 @@ class Fields:
 def found_fields(
     payload: Mapping[str, Any], kind: str, *, copy: bool, models: Models | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What `Fields.payload` was made of: (what was said, entries by name), of the fields that were read.
+    """Return what `Fields.payload` was made of: (what was said, entries by name), of the fields that were read.
 
     Raises:
         UsageError: the payload is not of this kind, or was read without its field `STRUCTURE`.

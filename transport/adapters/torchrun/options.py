@@ -1,4 +1,4 @@
-"""What torchrun's arguments mean for the rendezvous, and what is said at its end. No torch, hardly any I/O."""
+"""The meaning of torchrun's arguments for the rendezvous, and the text at its end. No torch, hardly any I/O."""
 
 from __future__ import annotations
 
@@ -248,7 +248,7 @@ def ended(run: str, closing: Closing, *, before: bool) -> str:
 
 
 class EndVerdict(NamedTuple):
-    """What the end of this agent means for the run."""
+    """The meaning of this agent's end for the run."""
 
     done: bool = False  # its workers are done; the run's end is the agent's
     reason: Reason | None = None  # the run ends with it

@@ -160,6 +160,6 @@ def _state(path: Path) -> dict[str, Any]:
 
 
 def _values(state: dict[str, Any]) -> Iterator[dict[str, bytes]]:
-    """Of each sample its places by field; what is changed there is changed in the state."""
+    """Yield each sample's places by field; a change there changes the state."""
     for partition in state["partitions"].values():
         yield from partition.field_custom_backend_meta.values()

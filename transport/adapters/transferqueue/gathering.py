@@ -87,7 +87,7 @@ class _Field:
             self._values[at + each] = slot.tensor(column, row + each)
 
     def result(self) -> Any:
-        """What stands in the TensorDict."""
+        """Return what stands in the TensorDict."""
         if self._flat is not None and all(self._placed):
             if not self._shapes[0]:
                 return self._flat

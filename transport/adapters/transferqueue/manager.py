@@ -342,7 +342,7 @@ class PayloadTransportStorageManager(StorageManager):  # type: ignore[misc]
 
 
 async def _handed_over(put: Callable[[], list[bytes]], free: Callable[[list[bytes]], Any]) -> list[bytes]:
-    """What ``put`` returns, which runs in a thread. If its caller is cancelled meanwhile, it is freed instead."""
+    """Return what ``put`` returns, which runs in a thread. If its caller is cancelled, it is freed instead."""
     lock = threading.Lock()
     written: list[bytes] = []
     cancelled = False

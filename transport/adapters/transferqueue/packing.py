@@ -99,7 +99,7 @@ class Place(msgspec.Struct, frozen=True):
 
     @property
     def identity(self) -> tuple[bytes, int, int]:
-        """Of the slot's payload."""
+        """Identity of the slot's payload."""
         return self.ring, self.slot, self.generation
 
     def ticket(self) -> Ticket:
@@ -137,7 +137,7 @@ class Column(msgspec.Struct, array_like=True):
     at: int
 
     def shape(self, row: int) -> tuple[int, ...]:
-        """Of a row's tensor."""
+        """Return the shape of a row's tensor."""
         return self.shapes[row if len(self.shapes) > 1 else 0]
 
     def span(self, row: int, rows: int = 1) -> tuple[int, int]:
@@ -245,7 +245,7 @@ def _is_plain_tensor(value: Any) -> bool:
 
 
 def dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements are all there is of it."""
+    """Return whether its elements are all there is of it."""
     return tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized
 
 

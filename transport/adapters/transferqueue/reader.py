@@ -21,7 +21,7 @@ _REMOTE: frozenset[Wire] = frozenset({"shm", "tcp", "rdma", "cuda"})
 
 
 class Reader:
-    """Of one manager. Any thread may call."""
+    """Reader of one manager's values. Any thread may call."""
 
     def __init__(self, options: Options, secret: bytes | None) -> None:
         self._options = options

@@ -93,7 +93,7 @@ class _Served:
 
 
 class Rings:
-    """What this process has put. Any thread may call."""
+    """The values that this process has put. Any thread may call."""
 
     def __init__(self, options: Options, secret: bytes | None) -> None:
         self._options = options
@@ -160,7 +160,7 @@ class Rings:
         )
 
     def _drop_empty(self) -> bool:
-        """Whether there was a ring without a value, which is closed now."""
+        """Return whether there was a ring without a value, which is closed now."""
         for served in [each for each in self._rings if each.empty()]:
             self._rings.remove(served)
             served.close()

@@ -34,7 +34,7 @@ STEP_S: Final = 60.0
 
 
 class Manager(CheckpointEngineManager):  # type: ignore[misc]  # verl is not there when types are checked
-    """As verl's, with every step undone after a failure. The first error is raised; later ones are its notes.
+    """verl's manager, with every step undone after a failure. The first error is raised; later ones are its notes.
 
     Attributes:
         transfer_s, step_s: limits of the transfer, and of each other step of replicas and workers, also of one that
@@ -103,7 +103,7 @@ class Manager(CheckpointEngineManager):  # type: ignore[misc]  # verl is not the
             raise TimeoutError(f"the {what} of replicas did not end within {limit}={limit_s:g}") from None
 
     async def _prepared(self, rollout: Any) -> None:
-        """As verl's `build_process_group`, which blocks the loop. Nothing of it goes on after a cancellation."""
+        """Do what verl's blocking `build_process_group` does. Nothing of it goes on after a cancellation."""
         groups = (self.actor_wg, rollout)
         refs = [ref for group in groups for ref in group.execute_checkpoint_engine(["prepare"] * group.world_size)]
         metadata = await asyncio.gather(*refs)
@@ -123,7 +123,7 @@ class Manager(CheckpointEngineManager):  # type: ignore[misc]  # verl is not the
         return merged
 
     async def _each(self, group: Any, method: str, *arguments: Any) -> tuple[list[Any], list[BaseException]]:
-        """What every worker returned (None for those that failed), and the errors of those."""
+        """Return what every worker returned (None for those that failed), and the errors of those."""
         size = group.world_size
         try:
             refs = group.execute_checkpoint_engine([method] * size, *([each] * size for each in arguments))

@@ -20,7 +20,7 @@ _MOST_SHARE = 4  # of the clock's seconds; verifying takes longer than reading w
 
 
 class Content:
-    """What is in payload ``number`` of ``size`` bytes: known on both sides from the number, and random.
+    """The bytes of payload ``number`` of ``size`` bytes: known on both sides from the number, and random.
 
     Payloads are windows into one random block, so that two of them differ at nearly every byte, and expecting a
     thousand of them costs the memory of one.
@@ -54,7 +54,7 @@ class Tally:
         self.bytes = 0
 
     def enough(self) -> bool:
-        """Whether reads have taken the seconds that were asked for, or all else has taken a multiple of them."""
+        """Return whether reads have taken the seconds that were asked for, or all else has taken a multiple of them."""
         if not self.times_s:
             return False
         return self.busy_s >= self._seconds or time.perf_counter() - self._begun >= _MOST_SHARE * self._seconds

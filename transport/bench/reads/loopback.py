@@ -36,7 +36,7 @@ def cases(
     readers: int,
     device: bool = False,
 ) -> list[Case]:
-    """What is measured of us: `read` into the caller's buffer, mapped views, `read_many`, and many small payloads.
+    """Return our cases: `read` into the caller's buffer, mapped views, `read_many`, and many small payloads.
 
     device: only reads, from device memory to device memory.
     """
@@ -90,7 +90,7 @@ def measure(case: Case, seconds: float) -> Sample:
 
 
 class Writer(Protocol):
-    """Who answers with a `WrittenBatch`: the writing process, or the way to one on another host."""
+    """A writing process that answers with a `WrittenBatch`, or the way to one on another host."""
 
     def ask(self, message: object) -> Any: ...
 

@@ -60,7 +60,7 @@ class Portion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Timed(msgspec.Struct, frozen=True, kw_only=True):
-    """What a batch took: each read, and all of them together."""
+    """Times of a batch: each read, and all of them together."""
 
     times_s: list[float]
     busy_s: float
@@ -181,7 +181,7 @@ class Reader:
         return arrived
 
     def _check_wire(self) -> None:
-        """What carried the bytes, as UCX reports it, is the wire that was to be measured, and no other."""
+        """Check that the bytes came over the wire that was to be measured, as UCX reports it, and no other."""
         for client in self._clients:
             carried = set(client.statistics().bytes_by_wire)
             if not carried <= {self._job.wire}:
@@ -205,7 +205,7 @@ class Reader:
 
 
 async def _transports(wire: Wire, host: str, port: int) -> list[str]:
-    """What UCX says it uses between this process and a listener: transport and device of every lane, e.g. "tcp/lo".
+    """Return the lanes between this process and a listener: each lane's transport and device, e.g. "tcp/lo".
 
     Of a connection with the settings of a client of ``wire``.
     """

@@ -18,7 +18,7 @@ from transport.wire.addresses import LOOPBACK
 
 
 class Writing(msgspec.Struct, frozen=True, kw_only=True):
-    """What to write: ``payloads`` at each request. ``listeners`` 0: for readers that map the ring.
+    """A task of the writer: ``payloads`` at each request. ``listeners`` 0: for readers that map the ring.
 
     device: from device memory.
     prefix: of the segment's name, so that another process can remove a killed writer's segment.

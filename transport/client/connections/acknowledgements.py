@@ -102,7 +102,7 @@ class AckLedger:
         return self._dropped
 
     def contains(self, identity: Identity, rank: int) -> bool:
-        """Whether this rank consumed the payload here and the acknowledgement is unconfirmed: do not read it again."""
+        """Return whether this rank consumed the payload, and the acknowledgement is unconfirmed: do not read again."""
         return (*identity, rank) in self._entries
 
     # --- events --------------------------------------------------------------------------------

@@ -162,12 +162,12 @@ class Link:
 
     @property
     def peer_died(self) -> bool:
-        """Whether the other side went away, as UCX has seen it, before this side closed."""
+        """True if the other side went away, as UCX has seen it, before this side closed."""
         return self._endpoint.native.open and not self._endpoint.native.alive
 
     @property
     def memory_refused(self) -> bool:
-        """Whether received memory could not be registered with an RDMA device, which ended the link."""
+        """True if received memory could not be registered with an RDMA device, which ended the link."""
         return self.wire == "rdma" and self._endpoint.native.refused
 
     @property
@@ -200,7 +200,7 @@ class Link:
         return number, future
 
     def outcomes(self, wants: list[Want], outcome: Any) -> list[TransportError | None]:
-        """What became of each want, once the future of `read` has its outcome. Raises ProtocolError."""
+        """Return what became of each want, once the future of `read` has its outcome. Raises ProtocolError."""
         if outcome == 0:
             return [None]
         if outcome == self._codes.PROTOCOL:

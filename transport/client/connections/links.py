@@ -104,7 +104,7 @@ class Links:
 
     @property
     def only_near(self) -> bool:
-        """Whether payloads may come by shared memory alone."""
+        """True if payloads may come by shared memory alone."""
         return self._wires is not None and "shm" in self._wires and not self._wires & {"tcp", "rdma"}
 
     def request(self, link: Link, wants: list[Want]) -> tuple[int, asyncio.Future[Any]]:
@@ -235,7 +235,7 @@ class Links:
             self.checkin(await self._open(port, ring))
 
     def device_memory(self) -> bool:
-        """Whether UCX knows device memory here, so that it may be received into."""
+        """Return whether UCX knows device memory here, so that it may be received into."""
         return self.worker().device_memory
 
     async def _open(self, port: PortKey, ring: str) -> Link:
@@ -556,7 +556,7 @@ class Links:
                 self.quarantine.failed(link.port, time.monotonic())
 
     def _is_here(self, ring: str) -> bool:
-        """Whether the ring is one of this host that is still there."""
+        """Return whether the ring is one of this host that is still there."""
         route = self.routes.find(ring)
         if route is None or not route.segment:
             return False

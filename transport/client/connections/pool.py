@@ -87,7 +87,7 @@ class EndpointPool(Generic[C]):
 
     # --- opening -------------------------------------------------------------------------------
     def may_open(self, port: PortKey) -> bool:
-        """Whether one more connection to the port is within the limit. Always False after ``drain``."""
+        """Return whether one more connection to the port is within the limit. Always False after ``drain``."""
         return not self._drained and self.counts(port).total < self._per_port
 
     def begin_open(self, port: PortKey) -> None:

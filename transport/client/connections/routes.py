@@ -66,11 +66,11 @@ class PortQuarantine:
         return f"<PortQuarantine {ports or 'empty'}>"
 
     def __bool__(self) -> bool:
-        """Whether any port is remembered; where none is, there is nothing to ask."""
+        """Return whether any port is remembered; where none is, there is nothing to ask."""
         return bool(self._entries)
 
     def is_quarantined(self, port: PortKey, now: float) -> bool:
-        """Whether the port is to be avoided now. A port on probation is not."""
+        """Return whether the port is to be avoided now. A port on probation is not."""
         entry = self._entries.get(port)
         return entry is not None and now < entry.until
 
@@ -236,11 +236,11 @@ class Routes:
         return self._quarantine.best(healthy or candidates, now, self._rotation)
 
     def healthy(self, port: PortKey) -> bool:
-        """Whether the port is not quarantined."""
+        """Return whether the port is not quarantined."""
         return not self._quarantine.is_quarantined(port, time.monotonic())
 
     def all_wrong(self, ring: str, ports: list[PortKey]) -> bool:
-        """Whether every port has said that it serves another ring."""
+        """Return whether every port has said that it serves another ring."""
         route = self._of_ring.get(ring)
         return route is not None and route.wrong >= set(ports)
 
@@ -261,7 +261,7 @@ class Routes:
                 route.all_wrong_since = time.monotonic()
 
     def gone(self, ring: str, after_s: float) -> bool:
-        """Whether every known port has been serving other rings for ``after_s``.
+        """Return whether every known port has been serving other rings for ``after_s``.
 
         Not at once: a later ticket, or a listener of the ring, may name other ports.
         """

@@ -142,7 +142,7 @@ class Warming:
             raise UsageError(f"warm() got {place!r:.80}: give tickets, or addresses as host:port") from None
 
     def _shared_here(self, host: str) -> bool:
-        """Whether the rings at an address are most likely mapped, or shared, which only a ticket can tell."""
+        """Return whether the rings at an address are most likely mapped, or shared, which only a ticket can tell."""
         return (self._wires is None or bool({"mapped", "shm"} & self._wires)) and of_this_host(host)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Who uploads an epoch's checkpoint: a third of its clients, chosen by a seeded permutation. Pure.
+"""The uploaders of an epoch's checkpoint: a third of its clients, chosen by a seeded permutation. Pure.
 
 Every party computes the election alone from (algorithm, seed, epoch, clients) and gets the same, whatever its machine,
 its Python, and the order in which clients arrived. Algorithm 2: the clients' names without duplicates, in the order of

@@ -36,7 +36,7 @@ class File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def plausible(self) -> bool:
-        """Whether it has a name below its folder, and a checksum for each block of its size."""
+        """True if it has a name below its folder, and a checksum for each block of its size."""
         digests = len(self.blocks) == max(1, -(-self.size // BLOCK)) and all(map(_DIGEST.fullmatch, self.blocks))
         return is_safe(self.name) and self.size >= 0 and digests
 
@@ -54,7 +54,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def total(self) -> int:
-        """Of all files."""
+        """Total size of all files."""
         return sum(file.size for file in self.files)
 
     @property

@@ -89,7 +89,7 @@ class Note(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def refused(self) -> bool:
-        """Whether the upload is refused for good."""
+        """True if the upload is refused for good."""
         return self.refusal not in (None, Refusal.UNREADABLE)
 
 

@@ -22,7 +22,7 @@ NO_SAVE: Final = ""  # the launch of an epoch in which no member saves
 
 
 class Saved(msgspec.Struct, frozen=True, kw_only=True):
-    """What one member has saved. Written once: a member saves once in an epoch."""
+    """Record of what one member has saved. Written once: a member saves once in an epoch."""
 
     member: str
     host: str

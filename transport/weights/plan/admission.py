@@ -65,7 +65,7 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def admitted(self) -> bool:
-        """Whether the replica may take requests."""
+        """True if the replica may take requests."""
         return self.state is AdmissionState.SERVING
 
     def after(self, event: AdmissionEvent, *, version: int | None = None, reason: str = "") -> Admission:

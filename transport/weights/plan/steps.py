@@ -12,12 +12,14 @@ it is paused before the transfer.
 
 from __future__ import annotations
 
+import asyncio
 import enum
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
 
+from transport.errors import ChildrenLostError, ParentLostError
 from transport.weights.plan.admission import AdmissionEvent
 
 Policy = Literal["restore", "exclude", "fail_job"]
@@ -88,6 +90,13 @@ class StepFailure(NamedTuple):
     error: BaseException
 
 
+def remoteness(error: BaseException) -> int:
+    """Return how far an error is from its cause: 0, 1 for what members say when others fail, 2 for a cancellation."""
+    if isinstance(error, asyncio.CancelledError):
+        return 2
+    return int(isinstance(error, ParentLostError | ChildrenLostError))
+
+
 class VersionProof(msgspec.Struct, frozen=True):
     """A version and the checksum of all its bytes."""
 
@@ -149,5 +158,5 @@ def verdicts(
 
 
 def known_alone(policy: Policy, proof: VersionProof | None, new: VersionProof | None) -> bool:
-    """Whether the verdict on a replica does not depend on the others: then it resumes without waiting for them."""
+    """Return whether the verdict on a replica is independent of the others: then it resumes without them."""
     return policy == "restore" or (policy == "exclude" and proof is not None and proof == new)

@@ -31,14 +31,14 @@ class Box(NamedTuple):
         return math.prod(self.size)
 
     def within(self, shape: Sequence[int]) -> bool:
-        """Whether it lies inside a tensor of this shape."""
+        """Return whether it lies inside a tensor of this shape."""
         return len(self.start) == len(self.size) == len(shape) and all(
             start >= 0 and size >= 0 and start + size <= end
             for start, size, end in zip(self.start, self.size, shape, strict=True)
         )
 
     def intersection(self, other: Box) -> Box | None:
-        """What both contain; None if that is nothing. Both have the same number of dimensions."""
+        """Return what both contain; None if that is nothing. Both have the same number of dimensions."""
         start = tuple(map(max, self.start, other.start))
         size = tuple(
             min(a + m, b + n) - at
@@ -64,7 +64,7 @@ class Box(NamedTuple):
 
 
 def left_over(box: Box, taken: Iterable[Box]) -> list[Box]:
-    """What ``taken`` leaves of a box, as boxes that do not overlap."""
+    """Return what ``taken`` leaves of a box, as boxes that do not overlap."""
     left = [box] if box.volume else []
     for each in taken:
         left = [piece for old in left for piece in old.without(each)]

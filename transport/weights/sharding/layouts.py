@@ -1,4 +1,4 @@
-"""What a rank has, or wants: its local tensors, and which box of which global tensor stands where in each.
+"""The layout that a rank has, or wants: its local tensors, and which box of which global tensor stands where in each.
 
     rows = Piece("model.up", (5632, 2048), start=(0, 0), size=(1408, 2048), at=(0, 0))
     Layout.of([LocalTensor("model.up", "bfloat16", (1408, 2048), (rows,))])

@@ -1,4 +1,4 @@
-"""Who sends which slice to whom, from the layouts of all ranks. Pure, and checked: every byte exactly once.
+"""A plan of the slices that each rank sends, from the layouts of all ranks. Pure, and checked: every byte once.
 
     parts = make_plan(senders, receivers)
     parts[0].streams[0].slices          # what one sender has for the receivers of one part
@@ -44,7 +44,7 @@ class Slice(NamedTuple):
 
 
 class ShardStream(NamedTuple):
-    """What one sender sends of one part, in the order of the part's bytes."""
+    """One sender's share of one part, in the order of the part's bytes."""
 
     sender: int
     slices: tuple[Slice, ...]
@@ -102,7 +102,7 @@ class _Source:
 
 
 def _once(box: Box, found: Sequence[tuple[int, Box]]) -> Iterator[tuple[int, Box]]:
-    """Of overlapping boxes, so much of each that nothing comes twice."""
+    """Yield so much of each of overlapping boxes that nothing comes twice."""
     left = [box]
     for number, common in found:
         rest: list[Box] = []

@@ -1,4 +1,4 @@
-"""What each rank does in one update: from the descriptions of all ranks and the plan. No I/O.
+"""The role of each rank in one update: from the descriptions of all ranks and the plan. No I/O.
 
 Receivers of a part are ordered as `topology.hops` orders replicas: one of each host lands the part, the others of the
 host map it, the landings relay it to each other. A relay always stands before its children in one order of all
@@ -137,7 +137,7 @@ def pack(value: Any) -> str:
 
 
 def unpack(text: str, kind: type[T]) -> T:
-    """What `pack` made. ProtocolError for anything else."""
+    """Return what `pack` made. ProtocolError for anything else."""
     try:
         unzip = zlib.decompressobj()
         data = unzip.decompress(base64.b64decode(text, validate=True), _MOST_BYTES)

@@ -161,7 +161,7 @@ class BucketSender:
             await self.freed(seen)
 
     def freed_event(self) -> int:
-        """What `freed` waits to change. Take it before looking for a free slot."""
+        """Return what `freed` waits to change. Take it before looking for a free slot."""
         return self._opened().native.freed_event()
 
     async def freed(self, seen: int) -> None:

@@ -1,4 +1,4 @@
-"""What changed in a sender's shards since the version before: buckets as positions and values. Pure; numpy only.
+"""Changes of a sender's shards since the version before: buckets as positions and values. Pure; numpy only.
 
 A sender keeps each stream as it was sent last (`StreamBase`). A bucket whose changes are not shorter than it goes
 whole. A receiver applies changes in their places, and hashes the bucket there: the sender says what that has to give.
@@ -47,7 +47,7 @@ class StreamBase:
         self._memory: Bytes = np.empty(self._starts[-1], np.uint8)
 
     def fits(self, outgoing: Outgoing, bucket_bytes: int) -> bool:
-        """Whether it is of this stream in these buckets."""
+        """Return whether it is of this stream in these buckets."""
         return self._of == (outgoing.slices, outgoing.dtypes, bucket_bytes)
 
     def image(self, index: int, size: int) -> Bytes:
@@ -55,7 +55,7 @@ class StreamBase:
         return self._memory[self._starts[index] : self._starts[index] + size]
 
     def changed(self, index: int, bucket: Sequence[Chunk], new: Bytes, out: Bytes) -> Changed | None:
-        """What differs, written to ``out``, which has 64 bytes more than the bucket; None: that is not shorter.
+        """Return what differs, written to ``out``, which has 64 bytes more than the bucket; None: that is not shorter.
 
         The image becomes the new bucket.
         """

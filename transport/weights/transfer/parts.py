@@ -180,7 +180,7 @@ class PartLanding:
 
     # --- the end ----------------------------------------------------------------------------------------------
     def checksum(self) -> int:
-        """Of the whole slot. In a thread: hashes every byte."""
+        """Return the checksum of the whole slot. In a thread: hashes every byte."""
         assert self._lease is not None
         return _ring.checksum(self._lease.memory)
 

@@ -38,7 +38,7 @@ _NOTHING: np.ndarray[Any, np.dtype[np.uint8]] = np.empty(0, np.uint8)
 
 
 class _Stream:
-    """What is left to send of one stream."""
+    """The rest of one stream that is to be sent."""
 
     def __init__(self, outgoing: Outgoing, bucket_bytes: int, base: StreamBase | None, changes: bool) -> None:
         self.base = base

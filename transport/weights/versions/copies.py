@@ -273,7 +273,7 @@ class Copies:
 
     @staticmethod
     def _freed(ring: SharedRingBuffer, ticket: Ticket) -> bool:
-        """Whether the slot is not this version's any more, or could be freed now."""
+        """Return whether the slot is not this version's any more, or could be freed now."""
         ring.reclaim()  # pins of the dead
         info = ring.native.info(ticket.slot)
         if info.generation != ticket.generation or info.state not in (SlotState.READY, SlotState.READING):

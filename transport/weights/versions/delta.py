@@ -1,4 +1,4 @@
-"""What changed between two versions of a tensor, as positions and values. Pure; numpy only.
+"""Changes between two versions of a tensor, as positions and values. Pure; numpy only.
 
 A record is one chunk of one tensor. Its bytes are, each padded to 8:
 
@@ -29,7 +29,7 @@ _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 class DeltaRecord(NamedTuple):
-    """What the bytes are of: ``length`` bytes at ``offset`` of the row, in elements of ``itemsize``.
+    """Head of a record's bytes: ``length`` bytes at ``offset`` of the row, in elements of ``itemsize``.
 
     A message with other numbers than a record can have is refused when it is decoded.
     """

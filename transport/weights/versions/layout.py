@@ -44,7 +44,7 @@ def row_of(specs: Iterable[TensorSpec]) -> RowLayout:
 
 
 def specs_of(weights: Mapping[str, Any]) -> tuple[TensorSpec, ...]:
-    """What describes these arrays. SchemaError for what cannot be a tensor of a payload."""
+    """Return what describes these arrays. SchemaError for what cannot be a tensor of a payload."""
     return tuple(_spec_of(name, tensor_of(value, name)) for name, value in weights.items())
 
 

@@ -1,0 +1,45 @@
+"""Lint of names and docstrings: two rules of how the package is written that a program can check (make lint).
+
+A docstring begins with a verb and its object, or with a noun, and not with a relative clause or a genitive without its
+noun. A class has a name that no other public class of the package has.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+HEADLESS = {"As", "None", "Of", "What", "Whether", "Who", "Whom", "Whose"}
+Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def problems(sources: dict[str, str]) -> Iterator[str]:
+    """Yield each breach of a rule in these sources, by file name, as FILE:LINE: text."""
+    homes: defaultdict[str, list[str]] = defaultdict(list)
+    for name, source in sources.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes[node.name].append(f"{name}:{node.lineno}")
+            if isinstance(node, Documented) and (text := ast.get_docstring(node)):
+                first = text.split()[0].rstrip(",:;.")
+                if first in HEADLESS:
+                    yield f"{name}:{node.body[0].lineno}: a docstring begins with {first!r}: give a verb, or a noun"
+    for kind, places in homes.items():
+        for place in places[1:]:
+            yield f"{place}: another class is called {kind}: {places[0]}"
+
+
+def main() -> int:
+    """Print all problems of the package; return the exit status."""
+    files = sorted((ROOT / "transport").rglob("*.py"))
+    found = list(problems({str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in files}))
+    print(*found, sep="\n", end="\n" if found else "")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
