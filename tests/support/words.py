@@ -1,14 +1,13 @@
-"""Lint of names and docstrings: two rules of how the package is written that a program can check (make lint).
+"""Lint of docstrings: a rule of how the package is written that a program can check (make lint).
 
 A docstring begins with a verb and its object, or with a noun, and not with a relative clause or a genitive without its
-noun. A class has a name that no other public class of the package has.
+noun.
 """
 
 from __future__ import annotations
 
 import ast
 import sys
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,19 +17,13 @@ Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def problems(sources: dict[str, str]) -> Iterator[str]:
-    """Yield each breach of a rule in these sources, by file name, as FILE:LINE: text."""
-    homes: defaultdict[str, list[str]] = defaultdict(list)
+    """Yield each breach of the rule in these sources, by file name, as FILE:LINE: text."""
     for name, source in sources.items():
         for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                homes[node.name].append(f"{name}:{node.lineno}")
             if isinstance(node, Documented) and (text := ast.get_docstring(node)):
                 first = text.split()[0].rstrip(",:;.")
                 if first in HEADLESS:
                     yield f"{name}:{node.body[0].lineno}: a docstring begins with {first!r}: give a verb, or a noun"
-    for kind, places in homes.items():
-        for place in places[1:]:
-            yield f"{place}: another class is called {kind}: {places[0]}"
 
 
 def main() -> int:

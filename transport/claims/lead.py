@@ -27,7 +27,7 @@ def _topic(rank: int) -> str:
 
 
 class LeadSaid:
-    """What a planner says: each number once, until it is told that another planner may have spoken since.
+    """Messages of a planner: each number once, until it is told that another planner may have spoken since.
 
     Args:
         rank: of the readers for whom it plans.
@@ -61,7 +61,7 @@ class LeadSaid:
 
 
 class Lead:
-    """What a rollout hears of it.
+    """Messages of a planner, as a rollout hears them.
 
     Args:
         most: steps that may wait.

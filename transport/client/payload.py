@@ -118,7 +118,7 @@ class Payload(Mapping[str, Any]):
     # --- its end ------------------------------------------------------------------------------------
     @property
     def acknowledged(self) -> bool:
-        """Whether it was acknowledged through this object."""
+        """True if it was acknowledged through this object."""
         return False
 
     def ack(self) -> bool:
@@ -186,7 +186,7 @@ class ReadPayload(Payload):
 
     @property
     def acknowledged(self) -> bool:
-        """Whether it was acknowledged through this object."""
+        """True if it was acknowledged through this object."""
         return self._acknowledge is None
 
     @property

@@ -124,7 +124,7 @@ class Step(Sequence[MicroBatch]):
 
 
 class Underway:
-    """What runs on the loop for the steps of a trainer: its planner, and the read of the next step.
+    """The part of a trainer's steps that runs on its loop: their planner, and the read of the next step.
 
     It refers neither to the trainer nor to its `Steps`: what nobody refers to is dropped, and this is closed.
 

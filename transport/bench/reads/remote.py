@@ -38,7 +38,7 @@ _ANSWER_S: Final = 150.0  # the writing process has two minutes itself
 
 
 class WantedRead(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What the fetching side asks for."""
+    """Request of the fetching side."""
 
     size_bytes: Annotated[int, msgspec.Meta(ge=1, le=MOST_BYTES)]
     payloads: Annotated[int, msgspec.Meta(ge=1, le=1024)]
@@ -47,7 +47,7 @@ class WantedRead(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class Greeting(msgspec.Struct, frozen=True, kw_only=True):
-    """What the serving side says first, or why it cannot."""
+    """First message of the serving side, or why it cannot serve."""
 
     machine: dict[str, Any] = {}
     error: str = ""
@@ -208,7 +208,7 @@ class RemoteWriter:
 def cases(
     sizes: Iterable[int], concurrencies: Sequence[int], wire: str, checksums: Iterable[bool], *, device: bool
 ) -> list[Case]:
-    """What is measured: reads into the caller's own buffer, or onto a device."""
+    """Return what is measured: reads into the caller's own buffer, or onto a device."""
     found = loopback.cases(list(sizes), concurrencies, [wire], list(checksums), 1, device)
     return [each for each in found if each.case in ("read", ON_DEVICE)]
 
