@@ -247,7 +247,7 @@ void Ring::log_failure(const ClaimId& claim, std::uint64_t sequence, Ended how, 
 std::vector<Failure> Ring::failures() const {
   require_open();
   std::vector<Failure> found;
-  for (std::uint64_t position = 0; position < kFailures; ++position)
+  for (std::uint64_t position = 0; position < segment_.geometry.failure_count; ++position)
     if (auto entry = failure(position).read()) found.push_back(std::move(*entry));
   std::sort(found.begin(), found.end(), [](const Failure& a, const Failure& b) {
     return std::tie(a.sequence, a.position) > std::tie(b.sequence, b.position);

@@ -30,7 +30,7 @@ RankCounts& Ring::rank_counts(unsigned owner, unsigned rank) const {
 }
 FailureEntry& Ring::failure(std::uint64_t position) const {
   auto* const entries = reinterpret_cast<FailureEntry*>(segment_.mapping->control() + segment_.geometry.failures_offset);
-  return entries[position % kFailures];
+  return entries[position % segment_.geometry.failure_count];
 }
 
 void Ring::tally(unsigned rank, Tally which, std::uint64_t amount) {

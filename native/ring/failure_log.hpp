@@ -1,7 +1,8 @@
 // The last deliveries that ended without being trained on, and why: a short log in the segment that any owner writes.
 //
 // An entry is written word by word without a lock, its own checksum last. Two writers meet in one entry only when one
-// was stopped while 255 others wrote; the checksum tells that from an entry, as it tells one whose writer was killed.
+// was stopped while as many others wrote as the log has entries; the checksum tells that from an entry, as it tells one
+// whose writer was killed.
 #pragma once
 
 #include <algorithm>
@@ -30,7 +31,9 @@ struct Failure {
   std::string reason, consumer;
 };
 
-inline constexpr std::size_t kFailures = 256;
+// Twice as many as the ring has slots, within these: who asks behind each group that he writes misses none. As many as
+// there are slots can end at once, and as many again that were written meanwhile.
+inline constexpr std::uint64_t kLeastFailures = 256, kMostFailures = 8192;
 inline constexpr std::size_t kReasonBytes = 160, kConsumerBytes = 56;
 
 class FailureEntry {

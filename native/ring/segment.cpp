@@ -154,10 +154,11 @@ bool Geometry::compute(std::uint64_t slot_count, std::uint64_t slot_capacity, st
   };
   const auto aligned = [&plus](std::uint64_t value, std::uint64_t to) { return plus(value, to - 1) / to * to; };
 
+  out.failure_count = std::clamp(times(slot_count, 2), kLeastFailures, kMostFailures);
   out.owners_offset = kHeaderBytes;
   out.counts_offset = plus(out.owners_offset, (kMaxOwners + 1) * sizeof(OwnerRow));
   out.failures_offset = plus(out.counts_offset, (kMaxOwners + 1) * kMaxReaders * sizeof(RankCounts));
-  out.takers_offset = plus(out.failures_offset, kFailures * sizeof(FailureEntry));
+  out.takers_offset = plus(out.failures_offset, out.failure_count * sizeof(FailureEntry));
   out.controls_offset = plus(out.takers_offset, kTakers * sizeof(TakerEntry));
   out.claims_offset = plus(out.controls_offset, times(slot_count, sizeof(SlotControl)));
   out.hints_offset = plus(out.claims_offset, times(slot_count, sizeof(SlotClaim)));

@@ -32,7 +32,7 @@
 namespace transport {
 
 inline constexpr std::uint64_t kMagic = 0x474E49522D505458;  // "XTP-RING"
-inline constexpr std::uint32_t kLayoutVersion = 9;
+inline constexpr std::uint32_t kLayoutVersion = 10;
 inline constexpr std::size_t kNoteCapacity = 2048;
 inline constexpr std::size_t kMaxPorts = 16;
 inline constexpr std::uint32_t kMostPort = 65535;
@@ -133,6 +133,7 @@ static_assert(sizeof(NoteWords) == kNoteCapacity, "notes lie densely");
 
 // Where everything lies. All offsets follow from the three numbers of Identity.
 struct Geometry {
+  std::uint64_t failure_count;
   std::uint64_t owners_offset, counts_offset, failures_offset, takers_offset, controls_offset, claims_offset, hints_offset,
       ready_offset, notes_offset, payload_offset, payload_stride, total_bytes;
 

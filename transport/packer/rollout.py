@@ -70,6 +70,7 @@ class UCXXRolloutMixin(WithBlock):
     _ucxx_exporter: Exporter | None = None
     _ucxx_groups: dict[str, int]  # samples that were written of groups that are not complete by them
     _ucxx_seen: set[tuple[int, int]]  # readers and publications of samples whose ends `returned` has seen
+    _ucxx_named: set[str]  # groups that `returned` has named, and that were not written again since
     _ucxx_ends = True  # whether the end of the ring is that of its data, or an exception's
     _ucxx_told_s: float | None = None  # how long a drain goes on once a signal ends the program; None: all of it
 
@@ -163,6 +164,7 @@ class UCXXRolloutMixin(WithBlock):
                 self._ucxx_lead = Lead(run, ahead, readers)
             self._ucxx_groups = {}
             self._ucxx_seen = set()
+            self._ucxx_named = set()
             self._ucxx_ring = made
         except BaseException:
             try:
@@ -320,6 +322,7 @@ class UCXXRolloutMixin(WithBlock):
         """Count samples of a group, until it has them all; of those that others complete the last ones are kept."""
         if group is None:
             return
+        self._ucxx_named.discard(group)
         count += self._ucxx_groups.pop(group, 0)
         if of is None or count < of:
             self._ucxx_groups[group] = count
@@ -361,15 +364,18 @@ class UCXXRolloutMixin(WithBlock):
     def returned(self) -> list[str]:
         """Return the groups that a trainer has returned since the last call: too old, to be made again.
 
-        With ``Trainer.steps(stale="return")``. Every rollout with samples of such a group gets its name. A ring
-        remembers its last 256 samples that were not trained on: ask once for each group that is written. After a
-        take-over of the ring the names come anew, also those of groups that were made again before.
+        With ``Trainer.steps(stale="return")``. Every rollout with samples of such a group gets its name. Ask once for
+        each group that is written: a ring remembers as many samples that were not trained on as it has slots, twice
+        (256 to 8192). After a take-over of the ring the names come anew, also those of groups that were made again
+        before.
         """
         ends = sorted(self.ring.native.failures(), key=lambda end: end[-1])
         found = {(rank, sequence): returned_group(reason) for _, _, rank, *_, reason, _, sequence in ends}
-        new = [name for end, name in found.items() if end not in self._ucxx_seen]
+        new = {name: None for end, name in found.items() if name and end not in self._ucxx_seen}
+        names = [name for name in new if name not in self._ucxx_named]
         self._ucxx_seen = set(found)
-        return list(dict.fromkeys(filter(None, new)))
+        self._ucxx_named = {name for name in found.values() if name in self._ucxx_named or name in new}
+        return names
 
     def _written(self, write: Callable[[float], T], timeout_s: float | None) -> T:
         """Return what ``write`` gives, which is called again while the ring is full, and until the time is over."""
