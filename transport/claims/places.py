@@ -172,13 +172,13 @@ def segment_served_at(port: int) -> str:
     """Return the segment of this host whose living server names the port; "": none or several. Blocks."""
     names = [
         ring.name
-        for ring in _each_observed(_ring.segments())
+        for ring in each_observed(_ring.segments())
         if port in ring.native.ports() and (ring.native.supervised or ring.native.keeper_alive)
     ]
     return names[0] if len(names) == 1 else ""
 
 
-def _each_observed(names: Iterable[str]) -> Iterator[SharedRingBuffer]:
+def each_observed(names: Iterable[str]) -> Iterator[SharedRingBuffer]:
     """Observe one segment after the other: a host may have more than this process may open files."""
     for name in names:
         with contextlib.suppress(RingError), SharedRingBuffer.attach(name, role="observer") as ring:
@@ -227,7 +227,7 @@ class OnThisHost(Discovery):
     def others(self) -> list[str]:
         """By the names of segments that other processes write: what this one writes is no other run."""
         names = {name for name in set(_ring.segments()) - set(self.segments()) if run_of(name)}
-        return sorted({run_of(ring.name) for ring in _each_observed(names) if _of_another(ring)})
+        return sorted({run_of(ring.name) for ring in each_observed(names) if _of_another(ring)})
 
     def served(self, mapped: Collection[str], names: Collection[str] = ()) -> Mapping[str, RingAddress]:
         """By what the segments say of their listeners. Segments of these ``names`` are not looked at."""

@@ -43,7 +43,7 @@ from transport.claims.looks import depth_of, failures_of
 from transport.claims.mapped import Ranked, RingsOfHost
 from transport.claims.network import MOST_FAILURES, NetworkSource, summed
 from transport.claims.notices import FirstAnnouncements, NoNotices, Notice, Notices, RingNotices, StoreNotices
-from transport.claims.places import UNNAMED, Discovery, OnThisHost, RingAddress, starts_of
+from transport.claims.places import UNNAMED, Discovery, OnThisHost, RingAddress, each_observed, starts_of
 from transport.claims.taken_part import TakenPart
 from transport.claims.waiting import Holder, Known, NoPayloadReason, Waiting, crowded, few, own_fault, reason
 from transport.config import configuration, lease_or_configured
@@ -464,7 +464,7 @@ class FoundRings:
     def say_ended(self) -> None:
         """Tell of rings here that said their end before: their ends count, be they of this job or of a former one."""
         told = []
-        for ring in self._here.seen():
+        for ring in each_observed(self.places.segments()):
             with contextlib.suppress(ClosedError):  # closed meanwhile
                 if ring.native.ended and ring.native.unread:
                     pids = sorted(set().union(*starts_of([ring]).values()))
