@@ -239,7 +239,7 @@ class Ring:
         """Deliveries of a rank: ready, claimed; since the ring was made: done, discarded, dead, aged, retried, expired
         (claims that ended with their holder)."""
     def failures(self) -> list[tuple[int, int, int, int, str, str, str, int]]:
-        """The last ones that ended without being consumed, the latest published first: slot, generation, rank, attempts,
+        """The last that ended without being consumed, the latest published first: slot, generation, rank, attempts,
         how, reason, consumer, sequence."""
 
     # --- looking ---------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ def test_a_claim_is_the_payload_with_its_ticket(ring: SharedRingBuffer, reader: 
     assert (one.ticket, two.ticket) == (first, second)
     assert (one.payload.rank, one.payload.attempts, one.payload.version) == (0, 1, 5)
     assert list(two.payload["data"]) == [0]
-    assert two.payload.data.readonly
+    assert not two.payload.data.flags.writeable
     assert claim_each(reader, 1) == []
 
 
