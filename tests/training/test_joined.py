@@ -113,6 +113,7 @@ def test_a_trainer_gets_one_payload_of_all_parts_and_consumes_all(stages: Stages
         assert set(payload) == {"prompt", "tokens", "ref_logprobs", "reward"}
         assert payload["prompt"] == f"p{number}" and payload["ref_logprobs"].tolist() == [0.5] * number
         assert [part.ticket.size for part in payload.fields.parts]
+        assert all(part.data.dtype == "uint8" for part in payload.fields.parts)
     assert consume(batch) == ["p0", "p1", "p2"]
     batch.release()
     del payload, batch

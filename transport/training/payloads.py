@@ -79,7 +79,7 @@ class BatchPayload(Payload):
     @property
     def data(self) -> npt.NDArray[np.uint8]:
         """The payload's bytes, read-only, in the batch's memory."""
-        return np.frombuffer(self._batch.data(self._at), np.uint8)
+        return self._batch.data(self._at)
 
     @property
     def schema(self) -> Schema | None:
@@ -267,11 +267,11 @@ class Payloads(Sequence[BatchPayload]):
         """Return the schema that describes a payload; None: neither its ticket nor the trainer has it."""
         return ticket.schema or self._schemas.get(ticket.schema_fingerprint)
 
-    def data(self, at: int) -> memoryview:
+    def data(self, at: int) -> npt.NDArray[np.uint8]:
         """Return the bytes of the payload at this position, read-only."""
         part, index = self.part(at)
         memory, begin = part.place(index)
-        return memoryview(memory).cast("B").toreadonly()[begin : begin + int(self.sizes[at])]
+        return np.frombuffer(memoryview(memory).cast("B").toreadonly()[begin : begin + int(self.sizes[at])], np.uint8)
 
     def _let_go(self) -> None:
         """Refer to no payload any more: slots of mapped rings are free when no array looks into them."""
