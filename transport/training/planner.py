@@ -411,8 +411,8 @@ class Planner:
         self._counts.surplus += 1
         if self._surplus_said.due() is not None:
             log.warning(
-                "a sample of group %r is left out: the group was learned without it. Give each group a name of its "
-                "own, and write no more samples than of= says",
+                "a sample of group %r is left out: a group of this name was learned before. A rollout may write it "
+                "anew; else give each group a name of its own, and write no more samples than of= says",
                 name,
             )
 
