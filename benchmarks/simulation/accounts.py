@@ -15,7 +15,7 @@ from transport.ticket import Ticket
 Identity = tuple[str, int, int]  # ring, slot, generation
 
 
-class Violation(Exception):
+class Violation(BaseException):
     """A promise does not hold."""
 
 
