@@ -140,7 +140,7 @@ def test_a_manifest_cannot_point_elsewhere(change: str) -> None:
         File(name="1", size=1, blocks=(DIGEST,), upload="a/" + "0" * 16),
         File(name="2", size=1, blocks=(DIGEST,), upload="a/" + "0" * 16),
     )
-    manifest = manifests.CheckpointManifest(run="run", epoch=7, step=1, client="sharded", attempt="0" * 16, files=files)
+    manifest = manifests.Manifest(run="run", epoch=7, step=1, client="sharded", attempt="0" * 16, files=files)
     data = manifest.encode()
     assert manifests.decode(data) == manifest
     key = change.partition(":")[0]

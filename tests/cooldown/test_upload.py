@@ -179,7 +179,7 @@ def test_the_manifest_of_another_epoch_does_not_count(model: Path, destination: 
 )
 def test_a_manifest_cannot_name_files_elsewhere(destination: Folder, name: str) -> None:
     file = manifests.File(name=name, size=0, blocks=(hashlib.sha256().hexdigest(),))
-    data = manifests.CheckpointManifest(run="run", epoch=7, step=1, client="a", attempt=ATTEMPT, files=(file,)).encode()
+    data = manifests.Manifest(run="run", epoch=7, step=1, client="a", attempt=ATTEMPT, files=(file,)).encode()
     destination.put(f"{PLACE}/{manifests.NAME}", data)
     with pytest.raises(RefusedUpload, match="invalid entry") as caught:
         verified(destination, RECORD, report(hashlib.sha256(data).hexdigest()))
@@ -192,7 +192,7 @@ def test_a_manifest_cannot_name_files_elsewhere(destination: Folder, name: str) 
 def test_a_manifest_has_a_checksum_for_each_block_of_a_file(size: int, blocks: int) -> None:
     digest = hashlib.sha256().hexdigest()
     file = manifests.File(name="large", size=size, blocks=(digest,) * blocks)
-    data = manifests.CheckpointManifest(run="run", epoch=7, step=1, client="a", attempt=ATTEMPT, files=(file,)).encode()
+    data = manifests.Manifest(run="run", epoch=7, step=1, client="a", attempt=ATTEMPT, files=(file,)).encode()
     with pytest.raises(CheckpointDamagedError, match="invalid entry"):
         manifests.decode(data)
 
