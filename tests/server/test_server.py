@@ -130,17 +130,22 @@ def test_senseless_arguments_are_refused(ring: SharedRingBuffer, arguments: Any)
 
 @pytest.mark.nightly(keep=1)
 @both_modes
-def test_close_waits_for_unread_payloads_and_serves_them_meanwhile(ring: SharedRingBuffer, mode: Any) -> None:
-    tickets = []
+def test_close_waits_for_unread_payloads_and_serves_them_meanwhile(
+    ring: SharedRingBuffer, mode: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, drain = threading.Event(), UCXXServer._drain
+    monkeypatch.setattr(UCXXServer, "_drain", lambda *arguments: (begun.set(), drain(*arguments)))
     server = UCXXServer(ring, addresses=LOCAL, mode=mode).start()
     tickets = [ring.write_raw(noise(30_000, seed)) for seed in range(3)]
     closing = threading.Thread(target=server.close, kwargs={"drain_s": 30.0})
     closing.start()
-    eventually(lambda: server.ports == ())
+    assert begun.wait(60)
     for seed, ticket in enumerate(tickets):
         assert closing.is_alive()
+        assert server.ports
         assert read(ticket) == noise(30_000, seed).tobytes()
     closing.join()
+    assert not server.ports
     assert ring.statistics().free == ring.slot_count
 
 

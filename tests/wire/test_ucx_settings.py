@@ -19,7 +19,7 @@ from transport.errors import (
     WireNotAllowedError,
 )
 from transport.testing import run
-from transport.wire.library import engine, failure, library, translate, version
+from transport.wire.library import NoCommonTransportError, engine, failure, library, translate, version
 from transport.wire.ucx import Worker
 from transport.wires import settings_for
 
@@ -132,7 +132,7 @@ def test_a_failed_request_has_the_error_of_its_status_and_names_its_peer() -> No
         (native.ERR_REJECTED, ConnectionLostError),
         (-1000, ConnectionLostError),
         (native.ERR_NOT_CONNECTED, UnreachableError),
-        (native.ERR_UNREACHABLE, UnreachableError),
+        (native.ERR_UNREACHABLE, NoCommonTransportError),
         (native.ERR_NO_DEVICE, WireNotAllowedError),
         (native.ERR_BUSY, BusyPortError),
         (native.ERR_INVALID_PARAM, UsageError),
