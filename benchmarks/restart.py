@@ -36,6 +36,7 @@ import socket
 import statistics
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections import Counter
@@ -299,8 +300,8 @@ def train(life: Life) -> None:
         else:
             with_snapshots(life, trainer, step, ledger, before)
     life.say(_TRAINED)
-    while job.doomed[0]:
-        time.sleep(0.01)  # the kill is on its way
+    if job.doomed[0]:
+        threading.Event().wait()  # for the kill, which is on its way
     write_whole(job.final, [json.dumps(ledger).encode()])
 
 

@@ -17,13 +17,14 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+from claimed import claim_each
 from found_rings import LONG_S, ring_of
 from helpers import eventually
 
 from transport import Rollout, Schema, SharedRingBuffer, UpTo, open_rings
 from transport.claims.lead import LeadSaid
 from transport.errors import ClosedError, ConfigurationError, RankError, SharedMemoryError, UsageError
-from transport.group import end_of, in_group
+from transport.group import end_of, in_group, returned
 from transport.packer.consumed_record import ConsumedRecord
 from transport.store.memory import MemoryStore
 from transport.training import planner
@@ -194,6 +195,27 @@ def test_a_stale_group_that_is_returned_is_named_to_its_rollout(prefix: str, wir
         eventually(all_came)
         assert came == ["old", "older"] and rollout.returned() == []
         step.consume()
+
+
+def test_every_returned_group_is_named_once_however_many_samples_come_back(prefix: str) -> None:
+    groups = [f"p{number}" for number in range(100)]
+    with (
+        Rollout(SCHEMA, f"rings:{prefix}", slots=300, mode="thread", drain_s=0) as rollout,
+        SharedRingBuffer.attach(rollout.ring.name, role="reader") as reader,
+    ):
+        for group in groups:
+            for _ in range(3):
+                rollout.write({"tokens": [1]}, group=group, of=3)
+        first, *others = claim_each(reader, 300)
+        for claim in others:
+            claim.part.drop(0, returned(claim.ticket.group.name), True)
+        assert rollout.returned() == groups
+        first.part.drop(0, returned("p0"), True)
+        assert rollout.returned() == []
+        rollout.write({"tokens": [1]}, group="p0", of=1)
+        [again] = claim_each(reader, 1)
+        again.part.drop(0, returned("p0"), True)
+        assert rollout.returned() == ["p0"]
 
 
 def test_a_rollout_waits_behind_a_group_while_more_steps_than_it_is_ahead_wait(prefix: str) -> None:

@@ -94,8 +94,8 @@ class ClaimHolder(Protocol):
 class ClaimedRows:
     """The claims of one answer: a row of `TAKEN` for each, and its verdict.
 
-    A claim has one end. Whoever has it asks for that, from any thread, and leaves it to the connection's loop until it
-    is answered: an interrupted question goes on, and who asks again gets the same answer.
+    A claim has one end. Its holder asks for that end, from any thread, and leaves the claim to the connection's loop
+    until the answer: an interrupted question goes on, and the same question gets the same answer again.
 
     Args:
         held: by number; has this while a claim of it has no end, so that the loop finds what was dropped.

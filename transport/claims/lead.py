@@ -27,7 +27,7 @@ def _topic(rank: int) -> str:
 
 
 class LeadSaid:
-    """Messages of a planner: each number once, until it is told that another planner may have spoken since.
+    """A planner's notices of how many steps wait. It repeats a number only after `again`.
 
     Args:
         rank: of the readers for whom it plans.
@@ -40,7 +40,7 @@ class LeadSaid:
         self._failed = LogLimit()
 
     def again(self) -> None:
-        """Say the next number in any case, though it be the last one that was said here."""
+        """Repeat the next number even if it is unchanged: another planner may have announced one since."""
         self._said = None
 
     def say(self, steps: int) -> None:

@@ -134,7 +134,7 @@ class RingsOfHost:
         self.attached.leave_ended()
 
     def _left(self, ring: SharedRingBuffer) -> None:
-        """Note how a ring of these places has ended, whoever has met its end."""
+        """Note how a ring of these places has ended, found by a claim or by a read."""
         if ring.ring_id in self._found:
             with contextlib.suppress(ClosedError):
                 self._seen.ends[ring.ring_id] = Gone.of(ring)

@@ -46,7 +46,7 @@ class MappedRings:
 
     def find(self, ticket: Ticket) -> SharedRingBuffer | None:
         """Return the ticket's ring, if it is here, allowed and attachable; None: read it through the network."""
-        if not self._allowed:  # whoever else has attached it
+        if not self._allowed:  # though claims may have attached it
             return None
         if (ring := self.attached.get(ticket.ring)) is not None:
             return ring

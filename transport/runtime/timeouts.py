@@ -61,7 +61,7 @@ class Timeouts(Generic[W]):
 
 
 class Questions(Timeouts[int]):
-    """Each is told once what becomes of it: an outcome, or an error when there is none in time."""
+    """Questions that wait for an answer. Each gets one: its outcome, or an error when its time is over."""
 
     def __init__(self) -> None:
         super().__init__(self._is_late)

@@ -327,10 +327,12 @@ class Planner:
             self._lost_since.pop(step.number, None)
             return
         since = self._lost_since.setdefault(step.number, now)
-        wait_s = self._records.lease_s if lost <= self._holding.rings() else _GONE_S
-        if now >= since + wait_s:
-            rings = ", ".join(sorted(each[:8] for each in lost))
-            self._records.cannot_read(step.number, f"nobody has served rings {rings} for {now - since:.0f} s", [])
+        served = lost <= self._holding.rings()
+        if now >= since + (self._records.lease_s if served else _GONE_S):
+            rings, waited = ", ".join(sorted(each[:8] for each in lost)), f"for {now - since:.0f} s"
+            why = f"its samples in rings {rings} could not be claimed {waited}"
+            why = why if served else f"nobody has served rings {rings} {waited}"
+            self._records.cannot_read(step.number, why, [])
 
     def _note_learned(self, step: PlannedStep) -> None:
         for identity in step.identities():

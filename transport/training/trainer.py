@@ -775,7 +775,7 @@ def _end_all(ends: Sequence[Callable[[], object]]) -> None:
         for end in reversed(ends):
             try:
                 end()
-            except Exception as error:
+            except Exception as error:  # the other ends must run, too: each frees something of its own
                 failed = failed or error
     if failed is not None:
         raise failed

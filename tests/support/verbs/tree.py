@@ -31,9 +31,9 @@ apt-get download -qq "$(apt-cache depends linux-image-amd64 | awk '/Depends/{pri
 dpkg -x linux-image-*.deb /kernel && rm linux-image-*.deb
 ln -sfn /kernel/lib/modules /usr/lib/modules
 depmod "$(ls /kernel/lib/modules)"
-rm -f /root/.ssh/id_ed25519 && mkdir -p -m 700 /root/.ssh && ssh-keygen -q -t ed25519 -N '' -f /root/.ssh/id_ed25519
-cp /root/.ssh/id_ed25519.pub /root/.ssh/authorized_keys
-printf 'Host *\n  StrictHostKeyChecking no\n  UserKnownHostsFile /dev/null\n  LogLevel ERROR\n' >/root/.ssh/config
+rm -f ~root/.ssh/id_ed25519 && mkdir -p -m 700 ~root/.ssh && ssh-keygen -q -t ed25519 -N '' -f ~root/.ssh/id_ed25519
+cp ~root/.ssh/id_ed25519.pub ~root/.ssh/authorized_keys
+printf 'Host *\n  StrictHostKeyChecking no\n  UserKnownHostsFile /dev/null\n  LogLevel ERROR\n' >~root/.ssh/config
 printf 'PermitUserEnvironment yes\nUseDNS no\nMaxSessions 200\nAcceptEnv *\n' >/etc/ssh/sshd_config.d/verbs.conf
 mkdir -p /checkout
 """
