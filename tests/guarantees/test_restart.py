@@ -79,7 +79,7 @@ def test_a_job_whose_destination_fails_goes_on_and_is_restored_to_the_step_befor
         for step in (1, 2, 3):
             for payload in seen(parts := take(queue, 3)):
                 name, slot, generation = payload.name.split("/")
-                model.append(int(payload.data[:8].cast("q")[0]))
+                model.append(int(payload.data[:8].view("int64")[0]))
                 assert record.accept(name, int(slot), int(generation), 0)
             assert consume(parts) == [True] * 3
             del payload, parts
