@@ -26,9 +26,11 @@ PROGRAM = Path(__file__).parents[1] / "support" / "interrupted_job.py"
 FEW, MANY = 60, 2000
 
 
-def interrupted(run: str, wire: str, interrupts: int, seed: int, planted: str = "") -> dict[str, Any]:
+def interrupted(
+    run: str, wire: str, interrupts: int, seed: int, planted: str = "", how: str = "batches"
+) -> dict[str, Any]:
     """The accounts of a job that was interrupted so often."""
-    command = [sys.executable, str(PROGRAM), run, wire, str(interrupts), str(seed), planted]
+    command = [sys.executable, str(PROGRAM), run, wire, str(interrupts), str(seed), planted, how]
     chance = random.Random(seed)
     enough = threading.Event()
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as job:
@@ -69,10 +71,11 @@ def left(run: str) -> list[str]:
 
 
 @pytest.mark.parametrize("wire", ["mapped", "tcp"])
+@pytest.mark.parametrize("how", ["batches", "steps"])
 @pytest.mark.parametrize("interrupts", [FEW, pytest.param(MANY, marks=pytest.mark.nightly)])
-def test_an_interrupted_job_loses_doubles_holds_and_leaves_nothing(wire: str, interrupts: int) -> None:
+def test_an_interrupted_job_loses_doubles_holds_and_leaves_nothing(wire: str, how: str, interrupts: int) -> None:
     run = f"interrupted-{secrets.token_hex(4)}"
-    accounts = interrupted(run, wire, interrupts, seed=1)
+    accounts = interrupted(run, wire, interrupts, seed=1, how=how)
     assert faults(accounts) == []
     assert accounts["interrupts"] >= interrupts
     assert accounts["trained"]

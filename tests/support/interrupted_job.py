@@ -1,6 +1,6 @@
 """A rollout and a trainer in one process, which SIGINT interrupts at any time; each interrupted call is repeated.
 
-python interrupted_job.py RUN WIRE INTERRUPTS SEED PLANT
+python interrupted_job.py RUN WIRE INTERRUPTS SEED PLANT batches|steps
 
 It says on standard output: "ready", when signals may come; "enough", when INTERRUPTS calls were interrupted; then, as
 JSON, what it wrote and what it trained on. The signal raises in the package and in what that calls, not in this file: a
@@ -16,7 +16,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from interrupted_plants import plant
@@ -24,11 +24,12 @@ from interrupted_plants import plant
 from transport import RingOptions, Rollout, Trainer
 from transport.errors import UsageError
 from transport.training.batch import Batch
+from transport.training.steps import Step
 from transport.wires import Wire
 
 T = TypeVar("T")
 
-WATCHDOG_S = 120.0
+WATCHDOG_S = 90.0
 QUIET_S = 5.0  # without a payload: what is claimed then is held by nobody
 SLOTS = 24
 REOPENED = 0.02  # of the steps
@@ -135,6 +136,14 @@ class Job:
         accepted = self.interrupts.repeated(lambda: batch.accepted.tolist())
         self.trained += [number for number, ours in zip(numbers, accepted, strict=True) if ours]
 
+    def drain(self) -> None:
+        """Train on what is left."""
+        give_up = time.monotonic() + QUIET_S
+        while self.trainer.rings.depth().unfinished and time.monotonic() < give_up:
+            if (batch := self.trainer.take(8, 0.2)) is not None:
+                self.consume(batch)
+                give_up = time.monotonic() + QUIET_S
+
     # --- from beginning to end --------------------------------------------------------------------------
     def play(self) -> None:
         print("ready", flush=True)
@@ -145,11 +154,7 @@ class Job:
                 self.reopen()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         print("enough", flush=True)
-        give_up = time.monotonic() + QUIET_S
-        while self.trainer.rings.depth().unfinished and time.monotonic() < give_up:
-            if (batch := self.trainer.take(8, 0.2)) is not None:
-                self.consume(batch)
-                give_up = time.monotonic() + QUIET_S
+        self.drain()
         depth, ring = self.trainer.rings.depth(), self.rollout.ring_statistics()
         report = {"written": self.written, "perhaps": self.perhaps, "trained": self.trained}
         held = {"claimed": depth.claimed, "ready": depth.ready, "writing": ring.writing, "free": ring.free}
@@ -158,8 +163,53 @@ class Job:
         self.rollout.close()
 
 
+class StepsJob(Job):
+    """A job whose trainer gives out steps."""
+
+    loop: Iterator[Step] | None = None
+
+    def reopen(self) -> None:
+        """Keep the rollout: its end is the end of the steps."""
+
+    def step(self) -> None:
+        """One step, learned in most cases, where one is sure to come."""
+        while set(self.written) - set(self.trained):
+            if self.loop is None:
+                self.steps = self.interrupts.repeated(lambda: self.trainer.steps(1))
+                self.loop = iter(self.steps)
+            step = self.interrupts.repeated(lambda: next(self.loop))  # type: ignore[arg-type]
+            how = self.chance.choice(["consume"] * 6 + ["accept", "loop anew", "ask anew", "close"])
+            if how == "loop anew":
+                self.loop = iter(self.steps)
+            elif how == "ask anew":
+                self.loop = None
+            elif how == "close":
+                self.loop = None
+                self.interrupts.repeated(self.trainer.close)
+                self.trainer = self.interrupts.repeated(self.a_trainer)
+            else:
+                if how == "accept":
+                    self.interrupts.repeated(step.accept)
+                self.learn(step)
+
+    def learn(self, step: Step) -> None:
+        numbers = [int(payload["number"]) for micro in step for payload in micro]
+        self.interrupts.repeated(step.consume)
+        self.trained += numbers
+
+    def drain(self) -> None:
+        """Train on what is left."""
+        self.rollout.ring.end_data()
+        for step in self.trainer.steps(1) if self.loop is None else self.steps:
+            self.learn(step)
+        give_up = time.monotonic() + QUIET_S
+        while self.trainer.rings.depth().unfinished and time.monotonic() < give_up:
+            time.sleep(0.01)  # until the planner has consumed what was learned
+
+
 if __name__ == "__main__":
     faulthandler.dump_traceback_later(WATCHDOG_S, exit=True)
-    run, wire, interrupts, seed, planted = sys.argv[1:]
+    run, wire, interrupts, seed, planted, how = sys.argv[1:]
     plant(planted)
-    Job(run, wire, int(interrupts), int(seed)).play()  # type: ignore[arg-type]
+    job = StepsJob if how == "steps" else Job
+    job(run, wire, int(interrupts), int(seed)).play()  # type: ignore[arg-type]

@@ -504,6 +504,26 @@ def test_steps_are_learned_in_their_order(ring: SharedRingBuffer, prefix: str) -
         second.consume()
 
 
+def test_a_loop_begins_with_the_first_step_that_is_not_learned(ring: SharedRingBuffer, prefix: str, wire: str) -> None:
+    for value in range(4):
+        write(ring, f"p{value}", value)
+    ring.end_data()
+    with trainer_of(prefix, wire) as trainer:
+        steps = trainer.steps(1)
+        found = []
+        for step in steps:
+            found.append(step.number)
+            if len(found) > 1:
+                break  # with one that is not learned
+            step.consume()
+        for step in steps:
+            found.append(step.number)
+            step.consume()
+        assert found == [found[0] + each for each in (0, 1, 1, 2, 3)]
+        assert list(steps) == []
+    assert ring.native.unread == 0
+
+
 def test_a_trainer_that_is_dropped_gives_back_what_it_holds(ring: SharedRingBuffer, prefix: str, wire: str) -> None:
     for value in range(3):
         write(ring, f"p{value}", value)
@@ -539,8 +559,9 @@ def test_a_second_thread_is_refused_while_one_takes_or_ends_a_step(ring: SharedR
     write(ring, "p", 1)
     with trainer_of(prefix) as trainer:
         steps = trainer.steps(1)
-        step = next(iter(steps))
-        taking = threading.Thread(target=lambda: next(iter(steps), None))
+        loop = iter(steps)
+        step = next(loop)
+        taking = threading.Thread(target=lambda: next(loop, None))
         taking.start()  # there is no other step: it waits
         eventually(steps._calls.locked)
         for call in (step.consume, step.accept, lambda: next(iter(steps))):

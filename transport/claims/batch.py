@@ -1,7 +1,11 @@
 """The claims of the payloads that one TAKE brought, and what became of each.
 
-OPEN ──asked──► ASKED ──answered──► CONSUMED, GIVEN_BACK, DEAD, AGED, REFUSED
-                  └──the ring is out of reach──► IN_QUESTION ──consumed again──► ASKED
+OPEN ──────► ASKED ──answered──► CONSUMED, GIVEN_BACK, DEAD, AGED, REFUSED
+AGAIN ────────┘ └──the ring is out of reach──► IN_QUESTION ──consumed again──► AGAIN
+
+Verdicts belong to the loop: a caller tells the loop what to ask for, and an interrupt leaves a claim told or not told,
+never marked as asked without a question. Told twice, the loop asks once. A caller only withdraws a verdict that is
+none, IN_QUESTION, so that who waits does not find the former answer.
 """
 
 from __future__ import annotations
@@ -36,19 +40,20 @@ class Verdict(enum.IntEnum):
     """Fate of a claim."""
 
     OPEN = 0
-    ASKED = 1  # the question is under way
-    IN_QUESTION = 2  # it may have been consumed: its ring is out of reach
-    CONSUMED = 3  # this one and those after it are ends
-    REFUSED = 4  # it had ended before
-    GIVEN_BACK = 5
-    DEAD = 6
-    AGED = 7
+    AGAIN = 1  # it was in question, and is to be asked again
+    ASKED = 2  # the question is under way
+    IN_QUESTION = 3  # it may have been consumed: its ring is out of reach
+    CONSUMED = 4  # this one and those after it are ends
+    REFUSED = 5  # it had ended before
+    GIVEN_BACK = 6
+    DEAD = 7
+    AGED = 8
 
 
 class End(msgspec.Struct, frozen=True):
     """How claims are to end; reason and consumer stand in the ring's log of failures.
 
-    What cannot be sent is refused here, before a claim is marked: Python's own error for a wrong type. Halves of
+    What cannot be sent is refused here, before the loop is told: Python's own error for a wrong type. Halves of
     surrogate pairs, which UTF-8 does not have and names of files may, are question marks.
     """
 
@@ -68,7 +73,7 @@ CONSUME: Final = End(Verdict.CONSUMED)
 GIVE_BACK: Final = End(Verdict.GIVEN_BACK)
 # Plain numbers: numpy looks for attributes of its own in an enumeration, and before Python 3.12 each look at a member
 # is a call.
-_OPEN, _ASKED, _IN_QUESTION, _CONSUMED, _REFUSED, _GIVEN_BACK = map(int, list(Verdict)[:6])
+_OPEN, _AGAIN, _ASKED, _IN_QUESTION, _CONSUMED, _REFUSED, _GIVEN_BACK = map(int, list(Verdict)[:7])
 
 
 class ClaimHolder(Protocol):
@@ -123,27 +128,33 @@ class ClaimedRows:
 
     def end(self, positions: Positions, end: End) -> None:
         """Have claims end so, without a wait. Asked to consume what is in question, the ring says what became of it."""
+        if end.verdict == _CONSUMED:
+            now = self.verdicts[positions]
+            if np.count_nonzero(now):
+                self.verdicts[positions[now == _IN_QUESTION]] = _AGAIN
+        self.soon(self._ask, positions, end)
+
+    def _ask(self, positions: Positions, end: End) -> None:
         now = self.verdicts[positions]
         asked = [(positions, False)]
         if np.count_nonzero(now):
             asked = [(positions[now == _OPEN], False)]
             if end.verdict == _CONSUMED:
-                asked.append((positions[now == _IN_QUESTION], True))
+                asked.append((positions[now == _AGAIN], True))
         for which, again in asked:
             if len(which):
                 self.verdicts[which] = _ASKED
-                self.soon(self.connection.end, self, which, end, again)
+                self.connection.end(self, which, end, again)
 
     def return_soon(self, positions: Positions, delay_s: float = 0.0, in_vain: bool = False) -> None:
         """Give back what has no end, whatever the ring answers."""
-        left = positions[self.verdicts[positions] == _OPEN]
-        if len(left):
-            self.verdicts[left] = _GIVEN_BACK
-            self.soon(self._return, left, delay_s, in_vain)
+        self.soon(self._return, positions, delay_s, in_vain)
 
     def _return(self, positions: Positions, delay_s: float, in_vain: bool) -> None:
-        self.connection.return_soon(self.rows[positions], delay_s, in_vain)
-        self.answer(positions, [ACCEPTED] * len(positions), GIVE_BACK)
+        left = positions[self.verdicts[positions] == _OPEN]
+        if len(left):
+            self.connection.return_soon(self.rows[left], delay_s, in_vain)
+            self.answer(left, [ACCEPTED] * len(left), GIVE_BACK)
 
     def answer(self, positions: Positions, codes: Codes, end: End, again: bool = False) -> None:
         """Take the ring's codes, one for each. What is out of reach is in question. On the loop."""

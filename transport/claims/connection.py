@@ -558,7 +558,11 @@ class ClaimConnections:
         return list(self._held.values())
 
     def _return_dropped(self) -> None:
-        for number, begin, end in self._dropped.take():
+        # After what their owners have told the loop: a loop may look at descriptors before that.
+        self._loop.call_soon(self._return_all, self._dropped.take())
+
+    def _return_all(self, dropped: list[tuple[int, int, int]]) -> None:
+        for number, begin, end in dropped:
             claims = self._held.get(number)
             if claims is not None:
                 claims.return_soon(np.arange(begin, end))

@@ -46,6 +46,8 @@ class Book(Protocol):
 class Batch(Payloads):
     """Payloads that were claimed together. Belongs to one thread at a time.
 
+    What ends claims may be called again after an interrupt: each of its steps may run again, and the state comes last.
+
         batch["tokens"]         a tensor of all payloads: padded, or as the trainer's ``layout`` says
         batch.payloads          a mapping of fields for each payload; so does iterating over the batch
         batch.consume()         they were used: no other trainer gets them
@@ -100,21 +102,22 @@ class Batch(Payloads):
         Their answers are waited for when somebody looks at `accepted`, when the trainer has taken two more batches, and
         at its `close`. Called again it does nothing, but asks again the rings of payloads that are `in_question`.
         """
-        if self._state in ("asked", "consumed"):
+        if self._state == "consumed":
             return
         if self._state == "given back":
             self._require("consume")
         begun = time.monotonic()
         keep = self._gathered is None or self._shape.layout == "list"  # payloads stay where they are
-        self._answers = []
+        answers: list[bytes | None] = []
         for part in self.parts:
             answer = part.finish(keep)
             self.in_slots |= keep and answer is not None
-            self._answers.append(answer)
-        self._state = "asked"
-        if None in self._answers:
+            answers.append(answer)
+        self._answers = answers
+        if None in answers:
             self._book.unanswered.append(self)
-        else:
+        self._state = "asked"
+        if None not in answers:
             _ = self.accepted
         if self.claimed_in is not None:
             spans.ended("transport.consume", begun, links=spans.links_to(self.claimed_in), payloads=len(self))
@@ -135,9 +138,10 @@ class Batch(Payloads):
             for at, part in enumerate(self.parts):
                 if isinstance(part, TakenPart):
                     self._answers[at] = part.consumption()
-            self._verdicts = verdicts = np.frombuffer(b"".join(filter(None, self._answers)), np.bool_)
-            self._state = "consumed" if verdicts.all() or not self.in_question.any() else "in question"
+            verdicts = np.frombuffer(b"".join(filter(None, self._answers)), np.bool_)
             self._book.consumed(self, verdicts)
+            self._verdicts = verdicts
+            self._state = "consumed" if verdicts.all() or not self.in_question.any() else "in question"
         elif self._state not in ("consumed", "in question"):
             raise UsageError(f"accepted of a batch that is {self._state}: consume() it first")
         return self._verdicts
@@ -155,22 +159,27 @@ class Batch(Payloads):
         It counts as a delivery in vain: what was delivered ``max_deliveries`` times is dead.
         """
         self._require("give_back")
-        self._book.given_back(self)
-        self._state = "given back"
         for part in self.parts:
             part.release(delay_s)
+        self._book.given_back(self)
+        self._state = "given back"
         self._let_go()
 
     def release(self) -> None:
         """Let the payloads go; what was not consumed goes back, uncounted. Idempotent; so does dropping the batch."""
         if self._state in ("claimed", "accepted"):
-            self._book.given_back(self)
-            self._state = "given back"
             for part in self.parts:
                 part.release(in_vain=False)
-        elif self._state != "given back":
-            _ = self.accepted
+            self._book.given_back(self)
+            self._state = "given back"
+        else:
+            self.settle()
         self._let_go()
+
+    def settle(self) -> None:
+        """Wait for the answers of the rings that were asked."""
+        if self._state == "asked":
+            _ = self.accepted
 
     def let_go_of_slots(self) -> None:
         """Let consumed payloads of mapped rings go: their slots are free when no array looks into them."""

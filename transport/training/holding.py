@@ -34,7 +34,7 @@ from transport.ticket import Ticket
 Delivery = tuple[str, int, int]
 """Ring id, slot and generation of a payload."""
 
-_OPEN, _CONSUMED = int(Verdict.OPEN), int(Verdict.CONSUMED)
+_CONSUMED = int(Verdict.CONSUMED)
 
 
 @hiding("note")
@@ -89,16 +89,17 @@ class _Here:
 class _There:
     """A claim of a ring elsewhere; goes back with the last that has ``owned``."""
 
-    __slots__ = ("claims", "owned", "position")
+    __slots__ = ("asked", "claims", "owned", "position")
 
     def __init__(self, claims: ClaimedRows, owned: _ring.OwnedClaims, position: int) -> None:
         self.claims = claims
         self.owned = owned
         self.position = position
+        self.asked = False
 
     @property
     def lost(self) -> bool:
-        return self.claims.connection.lost and self.claims.verdicts[self.position] == _OPEN
+        return not self.asked and self.claims.connection.lost
 
 
 _Held = _Here | _There
@@ -174,6 +175,8 @@ class Holding:
             held.asked = True
             self._answers.append((delivery, held, held.consumed()))
         for claims, group in there.items():
+            for _, each in group:
+                each.asked = True
             claims.end(_positions(group), CONSUME)
             self._asked.append((claims, group))
 

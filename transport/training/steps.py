@@ -16,13 +16,12 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final, Literal
 
 import numpy as np
 
-from transport.errors import ClosedError, PayloadLostError, StoreError, UsageError
+from transport.errors import ClosedError, PayloadLostError, StoreError, TransportError, UsageError
 from transport.runtime.loop_thread import Job, LoopThread, gone
 from transport.training.counts import StepCounts
 from transport.training.layout import SampleSize
@@ -141,7 +140,7 @@ class Underway:
         self._store_away = StoreAway(store_away_s)
         self._process = os.getpid()
         self._closed = False
-        self._reading: Job[ReadStep | None] | None = None
+        self._reading: tuple[int, Job[ReadStep | None]] | None = None  # from this number on
         self._planning: Job[None] | None = None
         self.planner = planner
 
@@ -152,9 +151,16 @@ class Underway:
 
     def read(self, number: int) -> None:
         """Begin to read the next step from this number on, unless that has begun."""
-        if self._reading is None:
-            self._reading = Job(self._thread, partial(self._reader.step_from, number))
-            self._reading.start()
+        if self._reading is None or self._reading[0] != number:
+            self.stop_reading()
+            self._reading = number, Job(self._thread, partial(self._reader.step_from, number))
+        self._reading[1].start()
+
+    def stop_reading(self) -> None:
+        """Drop what is read, or was."""
+        if self._reading is not None:
+            self._reading[1].end()
+            self._reading = None
 
     def next(self) -> ReadStep | None:
         """Return the step that is read, once every rank has read it; None: the data has ended."""
@@ -162,26 +168,26 @@ class Underway:
             if self._closed or self._reader.closing:
                 raise ClosedError("these steps are over: ask the trainer for others")
             assert self._reading is not None and self._planning is not None
-            try:
-                step = self._reading.result(_SLICE_S)
-                break
-            except CancelledError:
-                raise ClosedError("the trainer was closed meanwhile") from None
-            except TimeoutError:
-                pass
+            job = self._reading[1]
+            if job.wait(_SLICE_S):
+                try:
+                    return job.result()
+                except CancelledError:
+                    raise ClosedError("the trainer was closed meanwhile") from None
+                except TransportError:
+                    self._reading = None  # the next call reads again
+                    raise
             if self._planning.outcome is not None:
                 self._planning.result()  # raises why nothing is planned
-        self._reading = None
-        return step
 
     def close(self) -> None:
         """Stop reading and planning; what was not learned comes again. Idempotent; in a forked child nothing."""
         if self._closed or gone(self._process):
             return
         self._reader.closing = True
-        if self._reading is not None:
-            self._reading.end()
+        self.stop_reading()
         if self._planning is not None:
+            self._planning.start()  # an interrupt may have left it undone, and nobody would end it
             self._planning.wait()
         self.planner.close(self._learned.voted)
         self._closed = True  # last, so that a call that was interrupted can be repeated
@@ -200,9 +206,10 @@ async def _plan(planner: Planner, reader: StepReader, store_away: StoreAway) -> 
 
 
 class Steps:
-    """The steps of a trainer, until its data has ended. Made by `Trainer.steps`; iterate over it once.
+    """The steps of a trainer, until its data has ended. Made by `Trainer.steps`.
 
-    One call at a time, of it and of its steps, from any thread.
+    One call at a time, of it and of its steps, from any thread. A loop begins with the first step that this rank has
+    neither accepted nor consumed: so does one that follows a loop which was interrupted.
 
     Args:
         trainer: whose steps these are; it lasts as long as they.
@@ -229,7 +236,9 @@ class Steps:
         self._ahead = ahead
         self._process = os.getpid()
         self._calls = _thread.allocate_lock()
-        self._number = self._first()
+        self._fresh = True  # no loop has begun
+        following = records.next_number()  # first: what is planned meanwhile is standing
+        self._number = self._unlearned(max(following, learned.last + 1))
         underway.plan()
 
     def __repr__(self) -> str:
@@ -240,28 +249,27 @@ class Steps:
         """The planner of this rank."""
         return self._underway.planner
 
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        if not self._calls.acquire(blocking=False):
+    def _alone(self) -> _thread.LockType:
+        """Return the lock of a call; itself the block's, so that an interrupt finds no moment between."""
+        if self._calls.locked():
             raise UsageError("another thread takes or ends a step of this trainer at the moment: one call at a time")
-        try:
-            yield
-        finally:
-            self._calls.release()
+        return self._calls
 
     # --- taking -------------------------------------------------------------------------------------
-    def __iter__(self) -> Iterator[Step]:
-        step: Step | None = None
-        while True:
-            if step is not None:
-                step.let_go()
-            step = self._next()
-            if step is None:
-                return
-            yield step
+    def __iter__(self) -> StepLoop:
+        return StepLoop(self)
 
-    def _next(self) -> Step | None:
+    def next_step(self, anew: bool) -> Step | None:
+        """Return the step that follows, once every rank has read it; None: the data has ended. For `StepLoop`.
+
+        Args:
+            anew: begin with the first one that is not learned.
+        """
         with self._alone():
+            if anew and not self._fresh:
+                self._underway.stop_reading()
+                self._number = self._unlearned(self._number)
+            self._fresh = False
             begun = time.monotonic()
             self._underway.read(self._number)
             found = self._underway.next()
@@ -269,20 +277,23 @@ class Steps:
             if found is None:
                 return None
             step = Step(self, found.planned, self._mesh.replica, found.micro_batches)
-            self._learned.given_out.add(step.number)
-            self._number = step.number + 1
             for micro in step:
                 micro.training_version = self._learned.version  # not the one that was trained while it was read
-            self._counts.steps += 1
             self._counts.lag = step.lag
-            if self._ahead:
-                self._underway.read(self._number)
             return step
 
-    def _first(self) -> int:
-        """Find the first step that this rank has not learned; votes of an earlier start of it are no more."""
+    def gave_out(self, step: Step) -> None:
+        """Note that a step is the caller's: another one follows it. For `StepLoop`, which may repeat it."""
+        if self._number != step.number + 1:
+            self._learned.given_out.add(step.number)
+            self._counts.steps += 1
+            self._number = step.number + 1
+        if self._ahead:
+            self._underway.read(self._number)
+
+    def _unlearned(self, otherwise: int) -> int:
+        """Find the first step that this rank has not learned; its votes on it are no more."""
         records = self._records
-        following = records.next_number()  # first: what is planned meanwhile is standing
         learned = self._learned.last
         standing = [step for step, state in records.standing() if state in ("planned", "go") and not step.ends]
         for step in standing:
@@ -293,7 +304,7 @@ class Steps:
             else:
                 records.take_back_vote(step.number)
         self._learned.given_out.clear()
-        return min((step.number for step in standing if step.number > learned), default=max(following, learned + 1))
+        return min((step.number for step in standing if step.number > learned), default=otherwise)
 
     # --- what becomes of steps ------------------------------------------------------------------------
     def accepted(self, step: Step) -> None:
@@ -328,6 +339,29 @@ class Steps:
     def _oldest_standing(self) -> int:
         standing = self._records.standing()
         return standing[0].step.number if standing else self._records.next_number()
+
+
+class StepLoop(Iterator[Step]):
+    """A loop over steps. A call of `next` that was interrupted may be called again: no step is left out."""
+
+    def __init__(self, steps: Steps) -> None:
+        self._steps = steps
+        self._anew = True
+        self._given: Step | None = None  # the caller has it
+        self._found: Step | None = None  # the caller is to have it
+
+    def __next__(self) -> Step:
+        if self._given is not None:
+            self._given.let_go()
+            self._given = None
+        if self._found is None:
+            self._found = self._steps.next_step(self._anew)
+            self._anew = False
+        if self._found is None:
+            raise StopIteration
+        self._steps.gave_out(self._found)
+        self._given, self._found = self._found, None
+        return self._given
 
 
 def _tokens(planned: PlannedStep, micro: Sequence[SampleSize]) -> int:

@@ -21,7 +21,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import islice
@@ -246,8 +246,7 @@ class Trainer:
                 raise ClosedError("this trainer is closed; make a new one")
             if self._steps is not None:
                 raise UsageError("this trainer gives out steps, which claim all that comes: give batches another one")
-            while len(self._book.unanswered) > _UNANSWERED:
-                self._book.unanswered.popleft().accepted  # noqa: B018  # waits for its answers
+            self._book.settle(_UNANSWERED)
             if self._book.in_slots:
                 self._book.let_go_of_slots()
             begun = time.monotonic()
@@ -569,19 +568,23 @@ class Batches:
         self._fill_s = fill_s
         self._stopping = stopping
 
-    def __iter__(self) -> Iterator[Batch]:
-        batch = self._next()
-        while batch is not None:
-            yield batch
-            batch = None  # let go before the next one is taken
-            batch = self._next()
+    def __iter__(self) -> Self:
+        return self
 
-    async def __aiter__(self) -> AsyncIterator[Batch]:
+    def __next__(self) -> Batch:
+        batch = self._next()
+        if batch is None:
+            raise StopIteration
+        return batch
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Batch:
         batch = await asyncio.to_thread(self._next)
-        while batch is not None:
-            yield batch
-            batch = None
-            batch = await asyncio.to_thread(self._next)
+        if batch is None:
+            raise StopAsyncIteration
+        return batch
 
     def _next(self) -> Batch | None:
         while not self._stopping():
@@ -639,10 +642,15 @@ class TrainerBook:
                     held.add(delivery)
         return [part for part in parts if len(part)]
 
-    def settle(self) -> None:
-        """Look at all answers, and wait for those that have not come."""
-        while self.unanswered:
-            self.unanswered.popleft().accepted  # noqa: B018
+    def settle(self, most: int = 0) -> None:
+        """Wait for the answers of all batches but the last ``most``. After an interrupt the next call goes on."""
+        while len(self.unanswered) > most:
+            try:
+                self.unanswered[0].settle()
+            except TransportError:
+                self.unanswered.popleft()
+                raise
+            self.unanswered.popleft()
 
     def let_go_of_slots(self) -> None:
         """Let consumed batches go, to which a caller may refer while the next one is taken."""
@@ -668,8 +676,9 @@ class TrainerBook:
 
     def given_back(self, batch: Batch) -> None:
         """Note that a batch was given back."""
-        self.open.discard(batch)
-        self.returned += len(batch)
+        if batch in self.open:
+            self.returned += len(batch)
+            self.open.discard(batch)
 
     def with_accepted(self) -> ConsumedRecord:
         """Return a copy of the record with what accepted batches have."""
