@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import time
@@ -9,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from found_rings import consume, here_and_elsewhere, names, ring_of, seen, some, take
+from found_rings import HereAndElsewhere, consume, here_and_elsewhere, names, ring_of, seen, some, take
 from helpers import NETWORK, eventually
 from patience import PATIENCE
 
@@ -48,6 +49,37 @@ def test_a_wrong_secret_is_the_callers_error(prefix: str, monkeypatch: pytest.Mo
         ring.write_raw(b"one")
         with pytest.raises(AuthenticationError):
             take(queue, 1, 2.0 * PATIENCE)
+
+
+def test_a_ring_of_another_secret_is_left_out_and_named_and_the_others_go_on(
+    prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRANSPORT_WIRES", ",".join(NETWORK))
+    with (
+        ring_of(prefix, secret=b"of another start"),
+        FoundRings(OnThisHost(prefix)) as queue,
+        contextlib.ExitStack() as rollouts,
+    ):
+        ring = rollouts.enter_context(ring_of(prefix))
+        ring.write_raw(b"one")
+        assert consume(some(queue, 1)) == [True]
+        eventually(lambda: "shared secret" in str(queue.why_nothing()), "it is named")
+        rollouts.close()
+        eventually(lambda: not queue._network.slots(), "its connection has ended")
+        assert take(queue, 1, 0.1) == []  # a rollout that is started again is waited for
+
+
+def test_a_ring_of_another_secret_elsewhere_does_not_end_a_trainer_that_maps_rings(prefix: str) -> None:
+    there = f"there-{prefix}"
+    with (
+        SharedRingBuffer.create(prefix=prefix, slots=2, slot_bytes=64) as mapped,
+        ring_of(there, secret=b"of another start"),
+        FoundRings(HereAndElsewhere(prefix, there)) as rings,
+    ):
+        eventually(lambda: take(rings, 1) == [] and "shared secret" in str(rings.why_nothing(0)), "it is refused")
+        mapped.write_raw(b"one")
+        assert consume(some(rings, 1)) == [True]
+        assert take(rings, 1, 0.1) == []
 
 
 def test_what_came_for_a_trainer_that_asks_for_nothing_any_more_goes_to_another_one(

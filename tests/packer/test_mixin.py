@@ -158,6 +158,17 @@ def test_a_trainers_own_fault_is_raised_and_the_payloads_stay() -> None:
     worker.cleanup_ucxx()
 
 
+def test_a_ring_of_another_secret_is_a_failure_of_its_payloads_alone(worker: Worker) -> None:
+    stranger, packer = Worker(), Packer()
+    stranger.setup_ucxx(SCHEMA, slots=4, mode="thread", server=ServerOptions(secret=b"of another start"))
+    packer.setup_ucxx_packer(schemas=[SCHEMA], wire={"tcp"})
+    batch = collected(packer, [write(worker, 1), write(stranger, 2)])
+    assert [type(failure.error) for failure in batch.failures] == [AuthenticationError]
+    assert steps(packer.consume(batch)) == [1]
+    packer.cleanup_ucxx_packer()
+    stranger.cleanup_ucxx()
+
+
 def test_what_is_no_ticket_is_refused_and_fetches_nothing(worker: Worker, packer: Packer) -> None:
     with pytest.raises(TicketError):
         packer.start_prefetch([write(worker, 1), b"no ticket"])  # type: ignore[list-item]

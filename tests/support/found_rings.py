@@ -32,13 +32,18 @@ with open_rings(sys.argv[1]) as rings:
 
 @contextlib.contextmanager
 def ring_of(
-    prefix: str, *, mode: Literal["thread", "process"] = "thread", ports: tuple[int, ...] = (0,), **arguments: Any
+    prefix: str,
+    *,
+    mode: Literal["thread", "process"] = "thread",
+    ports: tuple[int, ...] = (0,),
+    secret: bytes | None = None,
+    **arguments: Any,
 ) -> Iterator[SharedRingBuffer]:
     """A ring whose name begins with ``prefix``, and its server; ``arguments``: of the ring."""
     arguments = {"slots": 32, "slot_bytes": 4096, **arguments}
     with (
         SharedRingBuffer.create(prefix=prefix, **arguments) as ring,
-        UCXXServer(ring, ports, mode=mode, addresses=(LOOPBACK,)),
+        UCXXServer(ring, ports, mode=mode, addresses=(LOOPBACK,), secret=secret),
     ):
         yield ring
 

@@ -256,7 +256,7 @@ def test_a_rollout_that_does_not_wait_tells_the_end_and_refuses_what_was_claimed
         ):
             assert holder.line() == "holds"
             eventually(
-                lambda: trainer.take(1, 0.05) is None and bool(trainer.rings._network.reached(None, named=False).rings),
+                lambda: trainer.take(1, 0.05) is None and bool(trainer.rings._network.slots()),
                 "connected",
             )
             end(rollout)

@@ -123,6 +123,11 @@ class Demands:
         return {name: place.fault for name, place in known if place.fault is not None}
 
     @property
+    def undecided(self) -> bool:
+        """True if a place was neither connected to yet, nor has failed."""
+        return any(place.fault is None and name not in self._connected for name, place in list(self._known.items()))
+
+    @property
     def connections(self) -> list[ClaimConnection]:
         """Connections at this moment, one for each place that can be asked."""
         return list(self._connected.values())

@@ -209,17 +209,24 @@ class NetworkSource:
                 n -= count
         return parts
 
-    def reached(self, rank: int | str | None, *, named: bool) -> Reached:
-        """Return what demands know of their places, of one rank or of all. ``named``: a ring here has the consumer."""
+    def reached(self, rank: int | str | None, *, named: bool, met: bool) -> Reached:
+        """Return what demands know of their places, of one rank or of all.
+
+        Args:
+            named: whether a ring here has the consumer.
+            met: whether a ring here was ever claimed from.
+        """
         rings: set[str] = set()
+        barred = not met
         faults: dict[str, TransportError] = {}
         for asked, of in list(self._ranks.items()):
             if rank in (None, asked):
                 faults.update(of.demands.faults)
+                barred = barred and not of.demands.ended and not of.demands.undecided
                 for each in of.demands.connections:
                     rings.add(each.ring)
                     named = named or _knows(each, asked)
-        return Reached(rings, faults, named)
+        return Reached(rings, faults, named, barred)
 
     def slots(self) -> dict[str, int]:
         """How many slots each ring has that demands are connected to."""

@@ -47,7 +47,7 @@ from transport.claims.places import UNNAMED, Discovery, OnThisHost, RingAddress,
 from transport.claims.taken_part import TakenPart
 from transport.claims.waiting import Holder, Known, NoPayloadReason, Waiting, crowded, few, own_fault, reason
 from transport.config import configuration, lease_or_configured
-from transport.errors import ClosedError, OpenFilesError, SchemaError, TransportError, UsageError
+from transport.errors import OWN_FAULTS, ClosedError, OpenFilesError, SchemaError, TransportError, UsageError
 from transport.ring.buffer import SharedRingBuffer
 from transport.runtime.arguments import at_least, number, number_or_none, seconds
 from transport.runtime.logs import LOOK_S, SAY_AGAIN_S, LogLimit
@@ -142,6 +142,7 @@ class FoundRings:
     def _begin(self) -> None:
         self._look_at = 0.0
         self._elsewhere = False  # whether a ring has to be asked over the network, as of the last look
+        self._met = False  # whether a ring of this host was ever claimed from, as of the last look
         self._waiting = Waiting()
         self._has_waited = False
         self._missed = LogLimit(float("inf"))
@@ -290,8 +291,10 @@ class FoundRings:
                     log.warning("no payload has come for %.0f s: %s", LOOK_S, found.text)
         if time.monotonic() < give_up:
             return False
-        if self._elsewhere and (fault := own_fault(self._network.reached(rank, named=bool(here)))) is not None:
-            raise fault
+        if self._elsewhere:
+            fault = own_fault(self._network.reached(rank, named=bool(here), met=self._met))
+            if fault is not None:
+                raise fault
         return True
 
     def why_nothing(self, rank: int | str | None = None) -> NoPayloadReason | None:
@@ -403,12 +406,13 @@ class FoundRings:
     def _known(self, rank: int | str | None) -> Known:
         self._check_open()
         here = self._here.known(self._wanted, rank)
-        reached = self._network.reached(rank, named=bool(here.rings))
+        reached = self._network.reached(rank, named=bool(here.rings), met=self._met)
         fitting = set(here.rings) if self._maps else set()
         fitting |= reached.rings if reached.rings or reached.faults else set(self._served())
         strangers = [*here.foreign, *(str(each) for each in reached.faults.values() if isinstance(each, SchemaError))]
         ends, _ = self._ends(mapped=False)
-        limited = [str(each) for each in reached.faults.values() if isinstance(each, OpenFilesError)]
+        own = (OpenFilesError, *OWN_FAULTS)  # this process's, at these places alone
+        limited = [f"{place}: {fault}" for place, fault in reached.faults.items() if isinstance(fault, own)]
         number = rank if isinstance(rank, int) else None
         elsewhere = (summed(each.counted(), number, set())["claimed"] for each in list(self._networks.values()))
         return Known(
@@ -438,6 +442,7 @@ class FoundRings:
         self._check_open()
         if self._maps:
             self._here.look(self._schemas)
+            self._met = self._met or bool(self._here.rings(self._schemas))
         self._elsewhere = self._uses_network and bool(self._served())
         if self.places.prefix == UNNAMED:
             self._say_mixed()

@@ -101,11 +101,13 @@ class Reached(NamedTuple):
         rings: ids of the rings that are connected.
         faults: why places are not, by place.
         named: whether a ring has the consumer that claims.
+        barred: whether every place was tried, and none has ever let this process in.
     """
 
     rings: Set[str] = frozenset()
     faults: Mapping[str, TransportError] = {}
     named: bool = False
+    barred: bool = False
 
 
 class Here(NamedTuple):
@@ -184,11 +186,13 @@ class NoPayloadReason(msgspec.Struct, frozen=True):
 
 
 def own_fault(reached: Reached) -> TransportError | None:
-    """Return the error that keeps this process from every place until its configuration or its question changes."""
+    """Return the error that keeps this process from every place until its configuration or its question changes.
+
+    A place that refuses a process which another one has let in is left out: the place may have the wrong secret.
+    """
     for fault in reached.faults.values():
         unknown_name = isinstance(fault, RankError) and not reached.named
-        unreachable = not reached.rings and isinstance(fault, OWN_FAULTS)
-        if unknown_name or unreachable or isinstance(fault, BatchTooLargeError):
+        if unknown_name or (reached.barred and isinstance(fault, OWN_FAULTS)) or isinstance(fault, BatchTooLargeError):
             return fault
     return None
 

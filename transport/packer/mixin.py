@@ -156,7 +156,7 @@ class UCXXDataPackerMixin(WithBlock):
         """Wait for the prefetched batch, start the deferred one, and return the batch, failures included.
 
         None if nothing was started. Raises TimeoutError after ``timeout`` seconds; fetching continues. Raises errors of
-        this trainer's configuration that affect all payloads (a wrong secret, a wire that is not allowed, ucxx
+        this trainer's configuration when no payload was read for them (a wrong secret, a wire that is not allowed, ucxx
         missing); the payloads remain in their rings.
         """
         return self._packer.collect(waiting(timeout, "timeout of collect_prefetch()"))
@@ -195,7 +195,7 @@ class UCXXDataPackerMixin(WithBlock):
                 await self._round(packer, todo, batch, deadline)
                 todo = [item for item in todo if item.payload is None and item.error and item.error.retryable]
             own_fault = next((item.error for item in batch.items if isinstance(item.error, OWN_FAULTS)), None)
-            if own_fault is not None:
+            if own_fault is not None and not batch.payloads:  # else a ring's alone, and a failure of the batch
                 raise own_fault
         except BaseException:  # a cancellation, too
             batch.release()
