@@ -656,6 +656,36 @@ def test_a_ring_that_a_killed_writer_left_is_refused_until_it_hands_out_nothing(
         assert left.name not in _ring.segments()
 
 
+KILLED = """
+import sys
+from transport import Rollout, Schema
+with Rollout(Schema.decode(bytes.fromhex(sys.argv[1])), sys.argv[2], slots=4) as rollout:
+    for number in range(3):
+        rollout.write({"number": number, "values": [], "name": ""})
+    print(rollout.ring.name, flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.mark.ucx
+def test_what_lingers_of_a_killed_rollout_ends_with_the_restore_unless_a_trainer_has_it(
+    prefix: str, place: Path
+) -> None:
+    with Child(KILLED, SCHEMA.encode().hex(), f"rings:{prefix}") as rollout, open_rings(f"rings:{prefix}") as rings:
+        name = rollout.line()
+        parts = some(rings, 1)
+        taken = snapshot(rings, str(place), 1)
+        taken.wait(60)
+        rollout.kill()
+        with SharedRingBuffer.create(SCHEMA, slots=8) as second:
+            with pytest.raises(SnapshotError, match="still here"):
+                restore(str(place), 1, second)
+            del parts
+            rings.close()
+            assert len(restore(str(place), 1, second).tickets) == 3
+    assert name not in _ring.segments()
+
+
 def test_of_a_ring_in_a_file_there_is_no_snapshot(prefix: str, place: Path, tmp_path: Path) -> None:
     with SharedRingBuffer.create(SCHEMA, slots=4, prefix=prefix, file=tmp_path / "ring") as kept:
         written(kept, [1])

@@ -1,18 +1,22 @@
-"""Which processes have a ring of this host, for a person: what each is, and how to end those without a writer."""
+"""Which processes have a ring of this host: what each is, and the end of those that serve it without a writer."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import time
 from pathlib import Path
 from typing import Final
 
 from transport import _ring
 from transport.ring.attachment import Attachment
-from transport.server.process import has_module
+from transport.server.process import has_module, send
+from transport.server.supervisor import STOP_S
 from transport.settings import DEFAULTS
 
 _ROLES: Final = {_ring.ROLE_WRITER: "writer", _ring.ROLE_LISTENER: "listener", _ring.ROLE_READER: "reader"}
+_LOOK_S: Final = 0.02
 _SUPERVISOR: Final = b"transport.server.supervisor"  # as on the command line
 
 
@@ -30,6 +34,32 @@ def users_of(ring: Attachment) -> str:
             f"default: `kill {' '.join(map(str, ends)) or 'PID'}` ends it now"
         )
     return "; ".join(filter(None, said))
+
+
+def end_lingering(ring: Attachment) -> bool:
+    """End what serves the ring of a killed writer, so that it has no process. Blocks, as a rule for less than 3 s.
+
+    False: its writer lives, a process has it mapped, a trainer takes from it, or what serves it does not end.
+    """
+    native = ring.native
+    others = any(each.alive and each.role != _ring.ROLE_LISTENER for each in native.owners())
+    if others or native.keeper_alive or native.takers:
+        return False
+    if native.supervised:
+        supervisor = supervisor_of(ring)
+        if not supervisor:  # in another container
+            return False
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(supervisor, signal.SIGTERM)
+    else:
+        for each in native.owners():
+            send(signal.SIGTERM, each.pid)
+    give_up = time.monotonic() + 2 * STOP_S
+    while native.supervised or any(each.alive for each in native.owners()):
+        if time.monotonic() >= give_up:
+            return False
+        time.sleep(_LOOK_S)
+    return True
 
 
 def supervisor_of(ring: Attachment) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,7 +33,7 @@ from transport.ring.buffer import SharedRingBuffer
 from transport.runtime.blocking_calls import in_parallel
 from transport.runtime.progress import Progress, silent
 from transport.schema import Schema
-from transport.server.users import users_of
+from transport.server.users import end_lingering, users_of
 from transport.snapshots import manifest as manifests
 from transport.snapshots.listing import complete, listed, run_of
 from transport.snapshots.manifest import Manifest, RingPart
@@ -40,6 +41,8 @@ from transport.ticket import NO_SCHEMA, ORIGIN, Ticket
 
 if TYPE_CHECKING:
     from transport.packer.rollout import UCXXRolloutMixin
+
+log = logging.getLogger(__name__)
 
 _KEPT_BLOCKS: Final = 16  # of 16 MiB, between their verification and their use
 
@@ -263,12 +266,18 @@ class Saved:
         return Restored(self.manifest, tickets, size, known, expired, others, there)
 
     def _refuse_living(self) -> None:
-        """Refuse while a ring of the snapshot hands out payloads, of before the cut or behind it, or has its writer."""
+        """Refuse while a ring of the snapshot hands out payloads, of before the cut or behind it, or has its writer.
+
+        The ring of a killed writer that no trainer has goes: its payloads are in the snapshot, or written again.
+        """
         for ring in self.manifest.rings:
             with contextlib.suppress(RingError), SharedRingBuffer.attach(ring.segment, role="observer") as seen:
                 if seen.ring_id == ring.ring:
-                    _refuse(seen, ring)
-                    remove_if_dead(ring.segment, only_empty=True)  # else a next writer goes on with its generations
+                    if left := end_lingering(seen):
+                        log.info("removing ring %s, which a killed rollout of the snapshot's run has left", seen.name)
+                    else:
+                        _refuse(seen, ring)
+                    remove_if_dead(ring.segment, only_empty=not left)  # a next writer would go on with its generations
 
     def _check(self, payload: SavedPayload, ring: SharedRingBuffer) -> None:
         """Refuse before anything is written what `write_copy` would refuse."""
