@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from transport.errors import UsageError
 from transport.group import (
     GROUP,
     GROUP_END,
@@ -22,7 +24,7 @@ from transport.group import (
 )
 from transport.ticket import NO_SCHEMA, Ticket
 
-names = st.text(st.characters(codec="utf-8"), min_size=1, max_size=60).filter(
+names = st.text(st.characters(codec="utf-8", exclude_categories=["Cc"]), min_size=1, max_size=60).filter(
     lambda name: len(name.encode()) <= MAX_NAME_BYTES
 )
 counts = st.none() | st.integers(1, 2**63 - 1)
@@ -87,3 +89,10 @@ def test_without_a_group_metadata_stays_as_it_is() -> None:
 def test_a_returned_group_is_known_by_why_its_samples_were_discarded(name: str, other: str) -> None:
     assert returned_group(returned(name)) == name and len(returned(name).encode()) <= 160  # bytes of a reason in a ring
     assert returned_group(f"group {other}") is None
+
+
+@pytest.mark.parametrize("name", ["", "two\nlines", "a\x7f", "a\x85b", "a" * (MAX_NAME_BYTES + 1), "\ud800", 12])
+def test_a_name_that_a_reason_in_a_ring_would_change_is_refused(name: Any) -> None:
+    with pytest.raises(UsageError, match="give a name"):
+        in_group(None, name)
+    assert group_of({GROUP: [name, None, None]}) is None

@@ -9,6 +9,7 @@ It stands in the metadata, under names that the transport keeps for itself: a pl
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
@@ -20,6 +21,7 @@ GROUP_END: Final = "transport.group_end"  # [name, of, written], numbers or None
 MAX_NAME_BYTES: Final = 128
 _RETURNED: Final = "returned to its rollout: "  # with a name no longer than a reason in a ring may be
 _LIMIT: Final = 1 << 63
+_CONTROL: Final = re.compile("[\0-\x1f\x7f-\x9f]")  # spaces in reasons, which name the groups that are returned
 
 
 class GroupOf(NamedTuple):
@@ -78,9 +80,9 @@ def returned_group(why: str) -> str | None:
 
 
 def checked_name(name: object) -> str:
-    """Return the name of a group. UsageError unless it is text of 1 to `MAX_NAME_BYTES` bytes."""
+    """Return the name of a group. UsageError unless it is one line of 1 to `MAX_NAME_BYTES` bytes."""
     if not _is_name(name):
-        raise UsageError(f"group {name!r:.80}: give a name of 1 to {MAX_NAME_BYTES} bytes")
+        raise UsageError(f"group {name!r:.80}: give a name of 1 to {MAX_NAME_BYTES} bytes, without control characters")
     return name  # type: ignore[return-value]  # a str
 
 
@@ -107,7 +109,7 @@ def users_own(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_name(name: object) -> bool:
     try:
-        return isinstance(name, str) and 0 < len(name.encode()) <= MAX_NAME_BYTES
+        return isinstance(name, str) and 0 < len(name.encode()) <= MAX_NAME_BYTES and not _CONTROL.search(name)
     except UnicodeEncodeError:  # half a surrogate pair
         return False
 

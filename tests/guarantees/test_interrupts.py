@@ -23,7 +23,7 @@ from helpers import eventually
 pytestmark = [pytest.mark.ucx, pytest.mark.slow]
 
 PROGRAM = Path(__file__).parents[1] / "support" / "interrupted_job.py"
-FEW, MANY = 60, 2000
+FEW, MANY = 60, 1000
 
 
 def interrupted(
@@ -72,7 +72,7 @@ def left(run: str) -> list[str]:
 
 @pytest.mark.parametrize("wire", ["mapped", "tcp"])
 @pytest.mark.parametrize("how", ["batches", "steps"])
-@pytest.mark.parametrize("interrupts", [FEW, pytest.param(MANY, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("interrupts", [FEW, pytest.param(MANY, marks=[pytest.mark.nightly, pytest.mark.timeout(600)])])
 def test_an_interrupted_job_loses_doubles_holds_and_leaves_nothing(wire: str, how: str, interrupts: int) -> None:
     run = f"interrupted-{secrets.token_hex(4)}"
     accounts = interrupted(run, wire, interrupts, seed=1, how=how)

@@ -29,7 +29,7 @@ from transport.wires import Wire
 
 T = TypeVar("T")
 
-WATCHDOG_S = 90.0
+WATCHDOG_S, EACH_S = 60.0, 0.5  # in all, and for each interrupt
 QUIET_S = 5.0  # without a payload: what is claimed then is held by nobody
 SLOTS = 24
 REOPENED = 0.02  # of the steps
@@ -208,8 +208,8 @@ class StepsJob(Job):
 
 
 if __name__ == "__main__":
-    faulthandler.dump_traceback_later(WATCHDOG_S, exit=True)
     run, wire, interrupts, seed, planted, how = sys.argv[1:]
+    faulthandler.dump_traceback_later(WATCHDOG_S + EACH_S * int(interrupts), exit=True)
     plant(planted)
     job = StepsJob if how == "steps" else Job
     job(run, wire, int(interrupts), int(seed)).play()  # type: ignore[arg-type]

@@ -372,9 +372,10 @@ class UCXXRolloutMixin(WithBlock):
         ends = sorted(self.ring.native.failures(), key=lambda end: end[-1])
         found = {(rank, sequence): returned_group(reason) for _, _, rank, *_, reason, _, sequence in ends}
         new = {name: None for end, name in found.items() if name and end not in self._ucxx_seen}
-        names = [name for name in new if name not in self._ucxx_named]
-        self._ucxx_seen = set(found)
-        self._ucxx_named = {name for name in found.values() if name in self._ucxx_named or name in new}
+        names, seen = [name for name in new if name not in self._ucxx_named], set(found)
+        named = {name for name in found.values() if name in self._ucxx_named or name in new}
+        # Last, and without a call between them and the return: an interrupt leaves the names for the next call.
+        self._ucxx_seen, self._ucxx_named = seen, named
         return names
 
     def _written(self, write: Callable[[float], T], timeout_s: float | None) -> T:
