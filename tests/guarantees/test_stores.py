@@ -53,12 +53,14 @@ def ranks_run(
 ) -> list[Any]:
     """What ``run`` returns on each rank of a mesh, whose ranks are threads here."""
     found: dict[int, Any] = {}
+    all_done = threading.Barrier(RANKS)
 
     def rank_of(rank: int, store: Store) -> None:
         known = None if record is None else record.copy()
         mesh = Mesh(RANKS, 1, rank, store=store)
         with Trainer(SCHEMA, f"rings:{prefix}", mesh=mesh, record=known, client=CLIENT) as trainer:
             found[rank] = run(trainer, rank)
+        all_done.wait(LONG_S)  # a server that one of these threads has started ends with the thread
 
     stores = [RedisStore(parse_url(url), patience_s=0.5) for _ in range(RANKS)]
     threads = [threading.Thread(target=rank_of, args=each) for each in enumerate(stores)]
@@ -112,11 +114,15 @@ def test_a_store_that_is_killed_in_the_middle_of_a_step_and_comes_back_costs_not
     assert ring.native.unread == 0
 
 
-@pytest.mark.parametrize(("fault", "error"), [("never back", StoreUnavailableError), ("emptied", RunLostError)])
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [("never back", StoreUnavailableError), ("emptied", RunLostError), ("back as it was earlier", RunLostError)],
+)
 def test_a_store_that_is_lost_is_an_error_on_every_rank_and_the_checkpoint_has_what_was_learned(
     ring: SharedRingBuffer, prefix: str, server: RedisServer, fault: str, error: type[Exception]
 ) -> None:
     together = threading.Barrier(RANKS)
+    faults = {"never back": server.kill, "emptied": server.flush, "back as it was earlier": server.go_back}
 
     def run(trainer: Trainer, rank: int) -> tuple[list[str], ConsumedRecord]:
         names = []
@@ -125,10 +131,13 @@ def test_a_store_that_is_lost_is_an_error_on_every_rank_and_the_checkpoint_has_w
             step = next(steps)
             names += step.groups
             step.accept()
+            if number == 0 and together.wait(LONG_S) == 0:
+                server.keep()
+            together.wait(LONG_S)
             if number < 2:
                 trainer.consume()
         if together.wait(LONG_S) == 0:
-            server.kill() if fault == "never back" else server.flush()
+            faults[fault]()
         together.wait(LONG_S)
         with pytest.raises(error):
             trainer.consume()

@@ -102,6 +102,17 @@ class RedisServer:
             self.process.wait()
             self.process = None
 
+    def keep(self) -> None:
+        """Copy its files, for `go_back`; nobody writes meanwhile."""
+        shutil.copytree(self.directory, self.directory / "kept", ignore=shutil.ignore_patterns("kept"))
+
+    def go_back(self) -> None:
+        """Start it again with the files that were copied, as from a backup."""
+        self.kill()
+        shutil.rmtree(self.directory / "appendonlydir", ignore_errors=True)
+        shutil.copytree(self.directory / "kept", self.directory, dirs_exist_ok=True)
+        self.start()
+
     def flush(self) -> None:
         """Forget everything."""
         import redis

@@ -168,14 +168,15 @@ class StepRecords:
             if key in self._store.renew({key: self._lead}, self.lease_s):
                 return self._term
             self._lead = None
-        found = self._store.get(key)
+        expected = self._seat
+        found, *there = self._store.get_many([key, *self._there()])
+        self._check_there(there, expected)
         if found is not None and decode(_Planner, key, found.value).rank != self._rank:
             return 0
         lead = Change(key, encode(self._mine()), ABSENT if found is None else found.version, self.lease_s)
-        seat = Change(self._key("rank", self._rank), encode(self._token), self._seat)
+        seat = Change(self._key("rank", self._rank), encode(self._token), expected)
         written = self._store.put_many([lead, seat])
         if written is None:
-            self._check_there()
             return 0
         self._lead, self._seat = written
         self._term += 1
@@ -345,27 +346,37 @@ class StepRecords:
         seat, mine = self._key("rank", self._rank), encode(self._token)
         key = self._key("vote", number, self._rank)
         while True:
-            written = self._store.put_many([Change(seat, mine, self._seat), Change(key, encode(vote))])
+            expected = self._seat
+            written = self._store.put_many([Change(seat, mine, expected), Change(key, encode(vote))])
             if written is not None:
                 self._seat = written[0]
                 return
-            entry = self._store.get(seat)  # another thread of this process votes as well, or another process does
-            if entry is None:
-                self._check_there()
-            if entry is None or entry.value != mine:
+            # Another thread of this process votes as well, or another process does.
+            entry = self._check_there(self._store.get_many(self._there()), expected)
+            if entry.value != mine:
                 raise RankError(
                     f"another process has begun to train as rank {self._rank} of {self._prefix}: end this one"
                 )
             self._seat = entry.version
 
-    def _check_there(self) -> None:
-        """RunLostError where the store has lost what it knew of the mesh, and perhaps has another mesh of the name."""
-        entry = self._store.get(self._key("id"))
-        if entry is None or decode(str, self._key("id"), entry.value) != self.id:
+    def _there(self) -> list[str]:
+        """Return the keys of what `_check_there` looks at."""
+        return [self._key("id"), self._key("rank", self._rank)]
+
+    def _check_there(self, there: Sequence[Entry | None], before: int) -> Entry:
+        """Return this rank's seat, whose version was this one before.
+
+        RunLostError where the store has lost what it knew of the mesh, or a part, and perhaps has another mesh of the
+        name: a rank's seat, which each of its votes writes, never goes back.
+        """
+        entry, seat = there
+        known = entry is not None and decode(str, self._key("id"), entry.value) == self.id
+        if not known or seat is None or seat.version < before:
             raise RunLostError(
-                f"{self._prefix}: the store has lost the records of the steps: it was emptied, or started without its "
-                "file. Go back to the checkpoint with every rank"
+                f"{self._prefix}: the store has lost records of the steps: it was emptied, or started without its file "
+                "or with an earlier one. Go back to the checkpoint with every rank"
             )
+        return seat
 
     def _all_voted(self, number: int, vote: str) -> bool:
         return not self.silent(number, vote)
