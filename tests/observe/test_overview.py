@@ -31,6 +31,23 @@ with BlockingClient() as client:
     sys.stdin.readline()
 """
 
+MAPS_TWICE = """
+import sys
+from transport import SharedRingBuffer
+with SharedRingBuffer.attach(sys.argv[1], role="reader"), SharedRingBuffer.attach(sys.argv[1], role="reader"):
+    print("ready", flush=True)
+    sys.stdin.readline()
+"""
+
+READS = """
+import sys
+from transport import BlockingClient
+with BlockingClient(wire={"tcp"}) as client:
+    client.read(sys.argv[1])
+    print("ready", flush=True)
+    sys.stdin.readline()
+"""
+
 FORKING = """
 import os, signal, sys
 from transport import BlockingClient
@@ -171,7 +188,8 @@ def test_the_view_fits_the_columns_of_the_terminal_and_the_key_q_ends_it(columns
                 process.kill()
                 process.wait()
             assert termios.tcgetattr(terminal) == before
-            lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen).splitlines()
+            frames = seen.replace("\x1b[H", "\n")  # several may have come at once
+            lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", frames).splitlines()
             assert max(map(len, lines)) <= columns
             assert ring.name.removeprefix("/transport-") in "\n".join(lines)  # whole: `top` takes it
             assert slots in seen
@@ -179,6 +197,25 @@ def test_the_view_fits_the_columns_of_the_terminal_and_the_key_q_ends_it(columns
     finally:
         os.close(keyboard)
         os.close(terminal)
+
+
+def test_a_process_that_maps_a_ring_twice_is_one_reader() -> None:
+    with SharedRingBuffer.create(slots=1, slot_bytes=8) as ring, Child(MAPS_TWICE, ring.name) as child:
+        assert child.line() == "ready"
+        assert overview.look([ring.name]).rings[0].readers == (child.process.pid,)
+
+
+@pytest.mark.ucx
+def test_clients_of_other_rings_are_not_shown_with_the_rings_that_are_named() -> None:
+    with (
+        SharedRingBuffer.create(slots=1, slot_bytes=8) as ring,
+        SharedRingBuffer.create(slots=1, slot_bytes=8) as other,
+        UCXXServer(ring, mode="thread"),
+        Child(READS, ring.write_raw(b"any").to_text()) as child,
+    ):
+        assert child.line() == "ready"
+        pids = [[client.pid for client in overview.look([each.name]).clients] for each in (ring, other)]
+        assert [child.process.pid in each for each in pids] == [True, False]
 
 
 def test_the_rings_of_a_run_are_shown_and_those_of_no_other(capsys: pytest.CaptureFixture[str]) -> None:

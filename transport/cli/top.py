@@ -41,11 +41,11 @@ def top(
     ] = 1.0,
     json_target: JsonTarget = None,
 ) -> None:
-    """Show a live view of the rings on this host: slots by state, rates by wire, reads, drops, stale, and clients.
+    """Show a live view of the rings on this host: slots by state, rates by wire, reads, drops, and clients.
 
     Below stand trainers that get nothing, and why. The key q ends it.
 
-    Retries and quarantined ports are those of the clients on this host only.
+    Clients are those of this host; with names, those that map the rings shown or are connected to them.
     """
     import time
 
@@ -156,7 +156,7 @@ def _lines(snapshot: Snapshot, rates: dict[str, Rates], hint: str) -> Renderable
             f"slots free/writing/ready/reading {slots}".replace("\n", " "),
             _processes(view, ", "),
             f"{writes or '-'} writes/s, {reads or '-'} reads/s, MB/s: {speeds}".replace("\n", ", "),
-            f"drops/stale/full {unwell}",
+            f"drops/full {unwell}",
         ):
             text.append(f"\n  {line}", style="not italic")
     text.append(f"\n{_caption(snapshot, hint)}", style="not italic")
@@ -178,7 +178,7 @@ def _table(snapshot: Snapshot, rates: dict[str, Rates], name_width: int) -> Tabl
     table = Table(title=_title(snapshot), box=box.SIMPLE_HEAD, padding=(0, 1))
     table.add_column("ring\nand its processes", no_wrap=True)
     table.add_column("free/writing/\nready/reading", no_wrap=True)
-    for name in ("writes/s", "reads/s", "MB/s by wire", "drops/\nstale/full"):
+    for name in ("writes/s", "reads/s", "MB/s by wire", "drops/\nfull"):
         table.add_column(name, justify="right", no_wrap=True)
     for view in snapshot.rings:
         if view.statistics is not None:
@@ -202,7 +202,7 @@ def _values(view: RingView, rate: Rates | None) -> tuple[str, str, str, str, str
         f"{rate.published:.0f}" if rate is not None else "",
         f"{rate.reads:.0f}" if rate is not None else "",
         "\n".join(speeds) or "-",
-        f"{seen.overwrites + seen.discards}/{seen.stale_pins}/{seen.full_waits}",
+        f"{seen.overwrites + seen.discards}/{seen.full_waits}",
     )
 
 

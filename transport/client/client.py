@@ -124,7 +124,7 @@ class UCXXClient:
         self._pid = os.getpid()
         self._closing: asyncio.Task[None] | None = None
         self.why_nothing: Callable[[], str] = str
-        self._status = StatusSocket(self._loop, self.statistics, lambda: self.why_nothing())
+        self._status = StatusSocket(self._loop, self.statistics, self._links, lambda: self.why_nothing())
 
     def __reduce__(self) -> NoReturn:
         """Raises UsageError, for `pickle` and `copy`."""

@@ -22,6 +22,7 @@ from typing import Final
 
 import msgspec
 
+from transport.client.connections.links import Links
 from transport.client.payload import ClientStatistics
 from transport.runtime.decoders import ready
 
@@ -31,17 +32,24 @@ _NAME: Final = "transport-client-"
 _TABLE: Final = Path("/proc/net/unix")
 _ANSWER_S: Final = 0.5  # so that a suspended client does not delay the others
 _MOST_BYTES: Final = 1 << 16
+_MOST_RINGS: Final = 1000
 _CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
 
 _open: weakref.WeakSet[StatusSocket] = weakref.WeakSet()
 
 
 class ClientStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One client of this host. ``nothing``: why its queue has no payload for it; empty: it has, or there is none."""
+    """One client of this host.
+
+    Attributes:
+        rings: ids of some rings that it is connected to; those that it maps have its process among their readers.
+        nothing: why no payload comes; empty: some come, or none is asked for.
+    """
 
     pid: int
     program: str
     statistics: ClientStatistics
+    rings: tuple[str, ...] = ()
     nothing: str = ""
 
 
@@ -55,10 +63,12 @@ class StatusSocket:
         self,
         loop: asyncio.AbstractEventLoop,
         statistics: Callable[[], ClientStatistics],
+        links: Links,
         why_nothing: Callable[[], str],
     ) -> None:
         self._loop = loop
         self._statistics = statistics
+        self._links = links
         self._why_nothing = why_nothing
         self._listening: socket.socket | None = None
         listening = None
@@ -88,7 +98,11 @@ class StatusSocket:
     def _status(self) -> ClientStatus:
         program = Path(sys.argv[0] or "python").name
         return ClientStatus(
-            pid=os.getpid(), program=program, statistics=self._statistics(), nothing=self._why_nothing()
+            pid=os.getpid(),
+            program=program,
+            statistics=self._statistics(),
+            rings=tuple(self._links.rings)[:_MOST_RINGS],
+            nothing=self._why_nothing(),
         )
 
     def close_in_child(self) -> None:

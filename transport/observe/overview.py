@@ -40,7 +40,7 @@ class RingView(msgspec.Struct, frozen=True, kw_only=True):
     file: str = ""  # that it lies in; "": in /dev/shm
     segment_bytes: int = 0
     writer: int = 0  # process id; 0: gone
-    readers: tuple[int, ...] = ()  # processes that map it
+    readers: tuple[int, ...] = ()  # processes that map it, each once
     listeners: tuple[ListenerView, ...] = ()
     supervised: bool = False
     statistics: RingStatistics | None = None
@@ -101,11 +101,14 @@ def named(names: Sequence[str]) -> list[str]:
 
 
 def look(names: list[str] | None = None) -> Snapshot:
-    """A snapshot of the host. ``names``: only these rings."""
+    """A snapshot of the host. ``names``: only these rings, and the clients that map them or are connected to them."""
     rings = [view for name in (_native.segments() if names is None else names) if (view := _ring(name)) is not None]
-    return Snapshot(
-        taken=time.time(), monotonic_s=time.monotonic(), rings=tuple(rings), clients=tuple(status_socket.clients())
-    )
+    clients = status_socket.clients()
+    if names is not None:
+        processes = {pid for view in rings for pid in (view.writer, *view.readers)}
+        shown = {view.ring for view in rings}
+        clients = [each for each in clients if each.pid in processes or not shown.isdisjoint(each.rings)]
+    return Snapshot(taken=time.time(), monotonic_s=time.monotonic(), rings=tuple(rings), clients=tuple(clients))
 
 
 def rates(before: Snapshot, after: Snapshot) -> dict[str, Rates]:
@@ -150,7 +153,7 @@ def _view(ring: SharedRingBuffer, size: int) -> RingView:
         file=ring.file,
         segment_bytes=size,
         writer=next((owner.pid for owner in owners if owner.role == _native.ROLE_WRITER), 0),
-        readers=tuple(owner.pid for owner in owners if owner.role == _native.ROLE_READER),
+        readers=tuple(sorted({owner.pid for owner in owners if owner.role == _native.ROLE_READER})),
         listeners=tuple(
             ListenerView(
                 port=owner.port, pid=owner.pid, heartbeat_age_s=round(max(0, now_ns - owner.heartbeat_ns) / 1e9, 3)

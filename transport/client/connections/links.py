@@ -115,6 +115,11 @@ class Links:
             self.ledger.sent(link, number, acks)
         return number, answer
 
+    @property
+    def rings(self) -> set[str]:
+        """Ids of the rings with a connection."""
+        return {link.ring for link in self._tag_bases}
+
     def counts(self, port: PortKey | None = None) -> PoolCounts:
         """Idle, lent and opening links of one port, or of all."""
         return self._pool.counts(port)
