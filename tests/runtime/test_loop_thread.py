@@ -17,7 +17,8 @@ import pytest
 from helpers import Child
 
 from transport.errors import ClosedError, UsageError
-from transport.runtime.loop_thread import Flag, Job, LoopThread, Waits
+from transport.runtime.loop_thread import Job, LoopThread
+from transport.runtime.waits import Flag, Waits
 
 
 class Sleeper:

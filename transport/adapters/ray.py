@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -22,6 +21,7 @@ from transport.claims.rings import FoundRings
 from transport.errors import ClosedError, MissingDependencyError, StoreUnavailableError, UsageError
 from transport.runtime.installing import install
 from transport.runtime.releases import require_fitting
+from transport.runtime.waits import Flag
 from transport.store.base import RECHECK_S, Change, Entry, Store
 from transport.store.directory import Directory
 from transport.store.memory import MemoryStore
@@ -141,13 +141,13 @@ class RayStore(Store):
                 f"no directory {name!r} in Ray's namespace {namespace!r}: call start_directory({name!r}) first, "
                 "and keep its handle"
             ) from None
-        self._closed = threading.Event()
+        self._closed = Flag()
 
     def __repr__(self) -> str:
-        return f"<RayStore {self._name}{' closed' if self._closed.is_set() else ''}>"
+        return f"<RayStore {self._name}{' closed' if self._closed.is_set else ''}>"
 
     def _ask(self, method: str, *arguments: Any) -> Any:
-        if self._closed.is_set():
+        if self._closed.is_set:
             raise ClosedError("the store is closed")
         try:
             return ray.get(getattr(self._actor, method).remote(*arguments), timeout=_PATIENCE_S)

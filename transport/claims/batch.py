@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from transport import _ring
 from transport.errors import ClosedError, ProtocolError, TicketError
-from transport.runtime.loop_thread import Waits
+from transport.runtime.waits import Waits
 from transport.ticket import Ticket
 
 TAKEN = np.dtype(list(_ring.TAKEN_FIELDS))  # a payload in the answer to TAKE: `Taken` of native/ucp/frames.hpp

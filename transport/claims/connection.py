@@ -64,8 +64,8 @@ from transport.errors import (
 )
 from transport.ring.consumers import consumers_of, rank_of
 from transport.runtime import hurry
-from transport.runtime.loop_thread import Waits
 from transport.runtime.timeouts import Questions
+from transport.runtime.waits import Waits
 from transport.schema import Schema
 from transport.settings import Settings
 from transport.ticket import NO_SCHEMA

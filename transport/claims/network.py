@@ -29,7 +29,8 @@ from transport.config import configuration
 from transport.devices.buffers import BufferPool
 from transport.errors import ClosedError, TransportError
 from transport.ring.consumers import consumers_of, rank_of
-from transport.runtime.loop_thread import LoopThread, Waits
+from transport.runtime.loop_thread import LoopThread
+from transport.runtime.waits import Waits
 
 _BATCHES: Final = 3  # that lie unused or are asked for: one is being looked at, one has come, one is on its way
 _CLAIMS: Final = 16  # of which the largest says how large a batch is: some claim until they have a whole one

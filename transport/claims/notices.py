@@ -28,6 +28,7 @@ from transport.errors import (
 from transport.ring.attachment import belongs, remove_dead, remove_if_dead
 from transport.ring.buffer import SharedRingBuffer
 from transport.runtime.decoders import ready
+from transport.runtime.waits import Flag
 from transport.store.base import ABSENT, Store
 from transport.store.stored import encode, readable
 
@@ -75,9 +76,7 @@ class Notices(Protocol):
     """Notices of a run, as `FoundRings` has them."""
 
     def announce(self, topic: str, version: int, payload: bytes) -> bool: ...
-    def latest(
-        self, topic: str, newer_than: int | None, timeout_s: float, closed: threading.Event
-    ) -> Notice | None: ...
+    def latest(self, topic: str, newer_than: int | None, timeout_s: float, closed: Flag) -> Notice | None: ...
     def close(self) -> None: ...
 
 
@@ -96,7 +95,7 @@ class NoNotices:
         """Refused."""
         raise UsageError("rings at addresses have no notices: open rings+redis://…, or announce in a store")
 
-    def latest(self, topic: str, newer_than: int | None, timeout_s: float, closed: threading.Event) -> Notice | None:
+    def latest(self, topic: str, newer_than: int | None, timeout_s: float, closed: Flag) -> Notice | None:
         """Refused."""
         self.announce(topic, 0, b"")
         return None
@@ -122,7 +121,7 @@ class StoreNotices:
             if self._store.compare_and_set(key, value, entry.version if entry else ABSENT) is not None:
                 return True
 
-    def latest(self, topic: str, newer_than: int | None, timeout_s: float, closed: threading.Event) -> Notice | None:
+    def latest(self, topic: str, newer_than: int | None, timeout_s: float, closed: Flag) -> Notice | None:
         """Return what the record says."""
         give_up = time.monotonic() + timeout_s
         key = _PREFIX + topic
@@ -132,7 +131,7 @@ class StoreNotices:
             if said is not None and (newer_than is None or said.version > newer_than):
                 return Notice(topic, said.version, said.payload)
             left_s = give_up - time.monotonic()
-            if left_s <= 0 or closed.is_set():
+            if left_s <= 0 or closed.is_set:
                 return None
             entry = self._store.watch(key, entry.version if entry else ABSENT, min(left_s, _SLICE_S))
 
@@ -204,7 +203,7 @@ class RingNotices:
             ring.overflow = "overwrite"
             return ring
 
-    def latest(self, topic: str, newer_than: int | None, timeout_s: float, closed: threading.Event) -> Notice | None:
+    def latest(self, topic: str, newer_than: int | None, timeout_s: float, closed: Flag) -> Notice | None:
         """Look, and wait for the next one."""
         give_up = time.monotonic() + timeout_s
         name = self._name(topic)
@@ -218,7 +217,7 @@ class RingNotices:
                 if said is not None and (newer_than is None or said.version > newer_than):
                     return Notice(topic, said.version, said.payload)
             left_s = give_up - time.monotonic()
-            if left_s <= 0 or closed.is_set():
+            if left_s <= 0 or closed.is_set:
                 return None
             if ring is None:
                 closed.wait(min(left_s, _LOOK_S))

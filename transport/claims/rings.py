@@ -30,7 +30,6 @@ import itertools
 import logging
 import math
 import os
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -52,6 +51,7 @@ from transport.ring.buffer import SharedRingBuffer
 from transport.runtime.arguments import at_least, number, number_or_none, seconds
 from transport.runtime.logs import LOOK_S, SAY_AGAIN_S, LogLimit
 from transport.runtime.loop_thread import gone
+from transport.runtime.waits import Flag
 from transport.store.base import Store
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class FoundRings:
             self._notices = RingNotices(self.places.prefix)
         self._max_deliveries = max_deliveries
         self._here = RingsOfHost(self.places, self.lease_s, max_deliveries)
-        self._closed = threading.Event()
+        self._closed = Flag()
         self._process = os.getpid()
         # Of each user, with payloads and without; the one without a client is this one's:
         self._networks: dict[tuple[TrainerClient | None, bool], NetworkSource] = {}
@@ -222,7 +222,7 @@ class FoundRings:
         """
         give_up = 0.0
         while True:
-            if time.monotonic() >= self._look_at or self._closed.is_set() or os.getpid() != self._process:
+            if time.monotonic() >= self._look_at or self._closed.is_set or os.getpid() != self._process:
                 self._look()
             here, unknown = self._here.ranked(self._schemas, rank) if self._maps else (_NONE, None)
             if unknown is not None and not self._elsewhere:
@@ -274,7 +274,7 @@ class FoundRings:
 
     def heard(self) -> None:
         """Say to the rings of this host that this process lives; those elsewhere hear it from their connections."""
-        if not self._closed.is_set():
+        if not self._closed.is_set:
             self._here.heard()
 
     def rest(self) -> None:
@@ -565,7 +565,7 @@ class FoundRings:
     def _check_open(self) -> None:
         if gone(self._process):
             raise ClosedError("a forked child does not have its parent's claims; open the rings in the child")
-        if self._closed.is_set():
+        if self._closed.is_set:
             raise ClosedError("these rings are closed")
 
     def __enter__(self) -> Self:

@@ -33,6 +33,7 @@ from transport.rendezvous.session import Session
 from transport.runtime import threads
 from transport.runtime.blocking_calls import in_thread
 from transport.runtime.event_loop import check_loop
+from transport.runtime.waits import Flag
 from transport.store.base import Store
 
 log = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ class Rendezvous:
         name = member or f"{socket.gethostname()[:64]}:{os.getpid()}:{secrets.token_hex(4)}"
         self._session = Session(store, run, name, rules or Rules(), address=address, where=where, archive=archive)
         self._store = store
-        self._stopping = threading.Event()  # the member leaves
+        self._stopping = Flag()  # the member leaves
         self._thread = threading.Thread(target=self._live, name="transport rendezvous", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pid = os.getpid()
@@ -210,7 +211,7 @@ class Rendezvous:
         """Repeat a step, a wait until the round changes, and so on until the member leaves."""
         session = self._session
         try:
-            while not self._stopping.is_set():
+            while not self._stopping.is_set:
                 session.step()
                 self._tell()
                 if session.ended:
@@ -238,7 +239,7 @@ class Rendezvous:
         changed.set()
 
     def _check_entered(self) -> None:
-        if self._stopping.is_set() or self._loop is None:
+        if self._stopping.is_set or self._loop is None:
             raise ClosedError("this rendezvous is not entered, or was left")
         check_loop(self._loop, self._pid, "this rendezvous", "make a member for each loop")
 

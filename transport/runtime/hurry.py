@@ -18,6 +18,8 @@ import weakref
 from collections.abc import Iterator
 from typing import Final, Protocol
 
+from transport.runtime.waits import Flag
+
 MOST_S: Final = 1.0
 LEAST_S: Final = 0.2  # for one answer, once that is over
 
@@ -87,7 +89,7 @@ def over() -> None:
 def while_ending(most_s: float = MOST_S) -> Iterator[None]:
     """While the block runs, calls of all threads wait for a silent server at most ``most_s`` seconds from now."""
     key = object()
-    ended = threading.Event()
+    ended = Flag()
     now = time.monotonic()
     cutting = threading.Thread(target=_cut_unless, args=(ended, most_s), name="transport hurry", daemon=True)
     try:
@@ -109,7 +111,7 @@ def _cut_at(key: object, at: tuple[float, float]) -> None:
         _cut()
 
 
-def _cut_unless(ended: threading.Event, most_s: float) -> None:
+def _cut_unless(ended: Flag, most_s: float) -> None:
     if not ended.wait(most_s):
         _cut()
 

@@ -8,7 +8,6 @@ interrupt there leaves it locked, and the loop's thread waits for it for ever.
 
 from __future__ import annotations
 
-import _thread
 import asyncio
 import atexit
 import contextlib
@@ -16,7 +15,6 @@ import math
 import os
 import sys
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator
@@ -28,10 +26,11 @@ import uvloop
 from transport.errors import ClosedError, UsageError
 from transport.runtime import threads
 from transport.runtime.stacks import Slow
+from transport.runtime.waits import Flag
 
 T = TypeVar("T")
 
-_SLICE_S: Final = 0.5  # of a wait: a signal that comes right before the lock blocks is handled behind it
+_LOOK_S: Final = 0.5  # of the wait at exit
 _EXIT_S: Final = 30.0  # for a loop to end at the process's exit: what lives on loops needs a few seconds at most
 
 
@@ -63,65 +62,6 @@ class AtExit:
     def cancel(self) -> None:
         """Do not call the method: its work is done. Idempotent."""
         atexit.unregister(self)
-
-
-class Waits:
-    """Threads that wait until something holds. An interrupted wait leaves no lock that `wake` or another wait needs.
-
-    Attributes:
-        locks: one for each that waits; empty: there is nobody to `wake`.
-    """
-
-    __slots__ = ("locks",)
-
-    def __init__(self) -> None:
-        self.locks: deque[_thread.LockType] = deque()  # locked until `wake` unlocks it
-
-    def wake(self) -> None:
-        """Have every wait look again."""
-        while self.locks:
-            try:
-                self.locks.popleft().release()
-            except IndexError:  # another thread has woken it
-                return
-
-    def wait(self, holds: Callable[[], object], timeout_s: float | None = None) -> bool:
-        """Wait until ``holds()`` is true, which is looked at after every `wake`; False after ``timeout_s``."""
-        give_up = float("inf") if timeout_s is None else time.monotonic() + timeout_s
-        while not holds():
-            if (left_s := give_up - time.monotonic()) <= 0:
-                return False
-            mine = _thread.allocate_lock()
-            mine.acquire()
-            self.locks.append(mine)
-            if not holds():
-                mine.acquire(timeout=min(left_s, _SLICE_S))
-            with contextlib.suppress(ValueError):
-                self.locks.remove(mine)
-        return True
-
-
-class Flag:
-    """Set once; any thread may wait for it, see `Waits`.
-
-    Attributes:
-        is_set: whether it is.
-    """
-
-    __slots__ = ("_waits", "is_set")
-
-    def __init__(self) -> None:
-        self.is_set = False
-        self._waits = Waits()
-
-    def set(self) -> None:
-        """End every wait. Idempotent."""
-        self.is_set = True
-        self._waits.wake()
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until it is set; False after ``timeout_s``."""
-        return self._waits.wait(lambda: self.is_set, timeout_s)
 
 
 class Job(Generic[T]):
@@ -402,7 +342,7 @@ class LoopThread:
         self._closed = True
         self.post(self._own.end)
         slow = Slow(f"the thread {self._name!r}", most_s)
-        while not self._own.stopped.wait(slow.slice_s(_SLICE_S)):
+        while not self._own.stopped.wait(slow.slice_s(_LOOK_S)):
             if not slow.look("what runs on its loop"):
                 self._given_up = True
                 return

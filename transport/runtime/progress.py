@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
+from transport.runtime.waits import Flag
+
 Progress: TypeAlias = Callable[[int, int, int], None]
 """Called with (things done, things in all, bytes done)."""
 
@@ -110,7 +112,7 @@ def bar_with_time_left(what: str) -> Iterator[Progress]:
 @contextlib.contextmanager
 def slow(what: str) -> Iterator[Progress]:
     """For work that is mostly short: nothing for 5 seconds, then a line every 30, on a terminal as well."""
-    lines, ended = Lines(what), threading.Event()
+    lines, ended = Lines(what), Flag()
 
     def beating() -> None:
         while not ended.wait(1.0):

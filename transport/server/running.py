@@ -22,6 +22,7 @@ from transport.runtime import stacks, threads
 from transport.runtime.blocking_calls import started
 from transport.runtime.forks import unforked
 from transport.runtime.loop_thread import LoopThread
+from transport.runtime.waits import Flag
 from transport.server.listener import Listener
 from transport.server.process import DRAIN_S, ListenerConfig, StartReport, is_ending, is_listener, send
 from transport.server.supervisor import STOP_S, SupervisorConfig
@@ -56,7 +57,7 @@ class Processes:
         self._ring = ring
         self._config = SupervisorConfig(ports=ports, listener=config)
         self._process: subprocess.Popen[bytes] | None = None
-        self._stopping = threading.Event()
+        self._stopping = Flag()
         # Invariant: no process is spawned after stop() has begun. Held while one is spawned, not until it has reported.
         self._spawning = threading.RLock()
         self._watcher: threading.Thread | None = None
@@ -79,7 +80,7 @@ class Processes:
             report = self._spawn()
             killed = self._process is not None and self._process.returncode == -signal.SIGKILL
             tries = _STARTS_IF_KILLED if killed else _STARTS
-            if report.error != _DIED or starts >= tries or self._stopping.is_set():
+            if report.error != _DIED or starts >= tries or self._stopping.is_set:
                 break
             log.warning("%s during its start; restarting it", report.message)
             self._stop_orphans()  # else its listeners would keep the ports of the next supervisor
@@ -87,7 +88,7 @@ class Processes:
 
     def _spawn(self) -> StartReport:
         with self._spawning, unforked:  # a forked child would keep the pipe open that is read to its end
-            if self._stopping.is_set():
+            if self._stopping.is_set:
                 return StartReport(error=_DIED, message="the server was stopped while it started")
             process = subprocess.Popen(
                 # -P: not from the current directory, where any module could read the supervisor's secret
@@ -134,7 +135,7 @@ class Processes:
                 report = self._spawn()
             except (OSError, msgspec.MsgspecError) as error:  # cannot start a process now; tried again
                 report = StartReport(error=type(error).__name__, message=str(error))
-            if report.error and not self._stopping.is_set():  # else `stop` has ended it
+            if report.error and not self._stopping.is_set:  # else `stop` has ended it
                 log.error("the supervisor did not start: %s: %s", report.error, report.message)
 
     def stop(self) -> None:

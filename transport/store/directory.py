@@ -38,6 +38,7 @@ from transport.errors import (
 )
 from transport.runtime import threads
 from transport.runtime.decoders import ready
+from transport.runtime.waits import Flag
 from transport.store.base import ABSENT, Change, Store, check_lease
 from transport.store.decision import decide
 from transport.store.stored import decode, decode_each, encode
@@ -180,7 +181,7 @@ class Announcement:
         self._published = self._serving()
         self._version = directory.publish(self._published)
         self._withdrawn = False
-        self._ended = threading.Event()
+        self._ended = Flag()
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._keep, name="transport directory", daemon=True)
         threads.start(self._thread)
