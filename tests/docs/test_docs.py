@@ -3,7 +3,7 @@
 * Every ``python`` block of README.md, CONTRIBUTING.md and docs/ runs, each in a namespace and an empty folder of its
   own; one after ``<!-- not run: reason -->`` is skipped with its reason, one after ``<!-- needs: package -->`` where
   that is not installed. Every file in examples/ runs as a program.
-* Tables that repeat code (settings, layouts, status codes, transitions, UCX settings) equal it.
+* Tables that repeat code (settings, layouts, status codes, UCX settings) equal it.
 
 test_names.py looks whether what the pages name exists. ``python tests/docs/test_docs.py`` writes the generated tables
 anew.
@@ -182,12 +182,6 @@ def test_the_status_codes_are_those_of_the_errors() -> None:
     table = page.partition("| code | error")[2].partition("\n\n")[0]
     written = {row[0]: (row[1], row[2] != "no") for row in rows("| code | error" + table)}
     assert written == expected
-
-
-def test_the_transitions_are_those_of_the_slot_word() -> None:
-    header = (ROOT / "native" / "ring" / "slot_word.hpp").read_text(encoding="utf-8")
-    operations = set(re.findall(r"^constexpr Step (\w+)\(", header, re.MULTILINE)) - {"refuse", "settled"}
-    assert {row[0].strip("`") for row in rows(section("Slots"))} == operations
 
 
 def test_the_ucx_settings_are_those_chosen() -> None:
