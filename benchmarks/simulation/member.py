@@ -11,13 +11,14 @@ from transport.cooldown.epochs.coordinator import StoredCoordinator
 from transport.cooldown.epochs.ledger import Ledger
 from transport.cooldown.epochs.records import Checkpoint, EpochRecord, Refusal, Report, ReportKind
 from transport.cooldown.epochs.records import Phase as EpochPhase
-from transport.errors import StaleRoundError, StoreError
+from transport.errors import StaleRoundError, StoreError, UsageError
 from transport.rendezvous.member_states import State
 from transport.rendezvous.session import Session
 from transport.store.base import Change
 
 RUN: Final = "run"
 _COOLDOWN_S: Final = 40.0
+_RENEWED: Final = 0.95  # of a lease for which a seat is renewed although no answer comes; the store is away at its end
 
 
 class _Line(FailingStore):
@@ -26,11 +27,12 @@ class _Line(FailingStore):
     def __init__(self, world: Any, name: str) -> None:
         super().__init__(world.store)
         self._world, self._name = world, name
-        self.away_until = self.forgets_until = 0.0
+        self.away_from = self.away_until = self.forgets_until = 0.0
 
     @property
     def down(self) -> bool:  # type: ignore[override]
-        return bool(self._world.now < max(self.away_until, self._world.away_until))
+        now = self._world.now
+        return bool(now < self._world.away_until or self.away_from <= now < self.away_until)
 
     @property
     def forgets_answers(self) -> bool:  # type: ignore[override]
@@ -58,7 +60,7 @@ class Member:
         self.ledger = Ledger(self.line, RUN)
         self.coordinator: StoredCoordinator | None = None
         self.reported: set[int] = set()
-        self.unheard_s = 0.0  # for so long answers are lost from when it waits for others in a round
+        self.unheard_s = 0.0  # for so long it learns nothing, from when it waits for others in a round
 
     def do(self, action: Callable[[], object]) -> None:
         """What the program does; a death ends it."""
@@ -73,7 +75,8 @@ class Member:
 
     def step(self) -> None:
         if self.unheard_s and self.session.view.state is State.SEATED:
-            self.line.forgets_until = self.world.now + self.unheard_s
+            self.line.forgets_until = self.line.away_from = self.world.now + _RENEWED * self.world.rules.lease_s
+            self.line.away_until = self.world.now + self.unheard_s
             self.unheard_s = 0.0
         self.session.step()
         if self.session.view.state is State.AWAY:  # its round is over
@@ -100,11 +103,23 @@ class Member:
         if coordinator.machine.record.phase is EpochPhase.TRAINING:
             members = tuple(peer.member for peer in self.session.roster().peers)
             coordinator.machine.begin(coordinator.machine.record.epoch, members)
-        for report in coordinator.step(self.world.now + self.skew_s):
-            self._verify(coordinator, report)
-        coordinator.write()
+        try:
+            for report in coordinator.step(self.world.now + self.skew_s):
+                self._verify(coordinator, report)
+            coordinator.write()
+        except UsageError:
+            if not self._begun_by_another(coordinator):
+                raise
+            self.coordinator = None  # it resumes what the other one has begun
+            return
         if coordinator.ended():
             self.coordinator = None
+
+    def _begun_by_another(self, coordinator: StoredCoordinator) -> bool:
+        """Return whether the cooldown that this member would have begun stands with the members of another round."""
+        mine = coordinator.machine.record
+        theirs, _ = self.ledger.look(mine.epoch)
+        return theirs is not None and theirs.phase is EpochPhase.COOLDOWN and theirs.clients != mine.clients
 
     def _epoch(self) -> int | None:
         """The epoch that is not over; a new one, when its time has come."""

@@ -165,7 +165,7 @@ class Members:
         member = self.rng.choice(living)
         kind = self.rng.choices(
             ["kill", "die", "stop", "away", "all", "forget", "unheard", "jump", "leave", "restart", "join"],
-            [2, 2, 2, 2, 0.5, 1, 1, 1, 1, 1, 3],
+            [2, 2, 2, 2, 0.5, 1, 2, 1, 1, 1, 3],
         )[0]
         self.accounts.note(f"fault_{kind} {member.name}")
         match kind:
@@ -179,14 +179,16 @@ class Members:
             case "stop":
                 member.stopped_until = self.now + self.rng.uniform(1.0, 40.0)
             case "away":
-                member.line.away_until = self.now + self.rng.uniform(0.5, 30.0)
+                member.line.away_from, member.line.away_until = self.now, self.now + self.rng.uniform(0.5, 30.0)
             case "all":
                 self.away_until = self.now + self.rng.uniform(0.5, 20.0)
             case "forget":
                 member.line.forgets_until = self.now + self.rng.uniform(0.5, 30.0)
-            case "unheard":  # a round waits for one that is stopped; a member gives its own seat up, which still stands
-                self.rng.choice(living).stopped_until = self.now + self.rng.uniform(20.0, 45.0)
-                member.unheard_s = self.rng.uniform(9.0, 14.0)
+            case "unheard":  # a round waits for stopped members; one that waits loses its seat, which still stands
+                others = [each for each in living if each is not member]
+                for each in self.rng.sample(others, min(len(others), len(living) - self.rules.least + 1)):
+                    each.stopped_until = self.now + self.rng.uniform(25.0, 45.0)
+                member.unheard_s = self.rules.lease_s + self.rng.uniform(0.2, 4.0)
             case "jump":
                 member.skew_s += self.rng.choice([5.0, 40.0])
             case "leave":

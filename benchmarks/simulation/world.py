@@ -293,8 +293,12 @@ class World:
         except AssertionError as error:
             raise Violation(f"{trainer.name}: {error}") from error
         most = takers.ahead + len(takers._places) * takers.most
-        if takers.unused + takers.demanded > most:
-            raise Violation(f"{trainer.name} hoards: {takers.unused} unused, {takers.demanded} asked for, of {most}")
+        asked = takers.demanded
+        if takers.unused + asked > most:  # the answers to demands that were taken back may be on their way
+            demands = [place.demand for place in takers._places.values() if place.demand is not None]
+            asked = sum(demand.n for demand in demands if not demand.taken_back)
+        if takers.unused + asked > most:
+            raise Violation(f"{trainer.name} hoards: {takers.unused} unused, {asked} asked for, of {most}")
         lying = sum(len(part) for part in of.came if not part.claims.connection.lost)
         if lying > most:
             raise Violation(f"{trainer.name} hoards: {lying} lie unused, of {most}")

@@ -13,7 +13,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PLANTED = [
     "asked-anew",
-    "cancelled-question",
     "dropped-is-held",
     "elected-by-arrival",
     "end-asked-as-finish",
