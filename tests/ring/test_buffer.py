@@ -576,7 +576,7 @@ def test_another_schema_is_refused_by_attach(name: str) -> None:
 
 
 def test_a_living_keepers_ring_is_neither_taken_over_nor_replaced(ring: SharedRingBuffer) -> None:
-    with pytest.raises(RingBusyError):
+    with pytest.raises(RingBusyError, match=f"{os.getpid()}"):
         SharedRingBuffer.create(slots=4, slot_bytes=1000, name=ring.name)
     assert read_bytes(ring, ring.write_raw(b"x")) == b"x"
 

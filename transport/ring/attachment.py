@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final, Literal, Self
 
 from transport import _ring
-from transport.errors import ClosedError, RingError, RingNotFoundError, UsageError
+from transport.errors import ClosedError, RingBusyError, RingError, RingNotFoundError, UsageError
 
 log = logging.getLogger(__name__)
 
@@ -178,10 +178,21 @@ def create(
                 native.torn,
             )
         return native
+    except RingBusyError as error:
+        raise RingBusyError(f"{error}{_writing(name)}") from None
     except BaseException:  # an interrupt: no caller has it yet
         for native in made:
             give_up(native)
         raise
+
+
+def _writing(name: str) -> str:
+    """Name the process that writes the ring, behind another sentence; "": it cannot be seen."""
+    with contextlib.suppress(RingError), attached(name, "observer") as ring:
+        for owner in ring.native.owners():
+            if owner.alive and owner.role == _ring.ROLE_WRITER:
+                return f". Process {owner.pid} writes it"
+    return ""
 
 
 def give_up(native: _ring.Ring | None) -> None:

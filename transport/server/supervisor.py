@@ -39,6 +39,7 @@ from transport.server.process import (
     keep_stdout_for_the_answer,
     send,
 )
+from transport.server.users import supervisor_of
 
 log = logging.getLogger(__name__)
 
@@ -378,7 +379,8 @@ async def _supervise(config: SupervisorConfig) -> int:
         give_up = time.monotonic() + _PREDECESSOR_S
         while not ring.native.supervise():
             if time.monotonic() > give_up:
-                raise RingBusyError(f"another supervisor serves {ring.name}")
+                who = f", process {pid}" if (pid := supervisor_of(ring)) else ""
+                raise RingBusyError(f"another supervisor serves {ring.name}{who}")
             await asyncio.sleep(0.05)
         supervisor = Supervisor(ring, config, own_writers)
 

@@ -12,11 +12,11 @@ from typing import Final
 from transport import _ring
 from transport.ring.attachment import Attachment
 from transport.server.process import has_module, send
-from transport.server.supervisor import STOP_S
 from transport.settings import DEFAULTS
 
 _ROLES: Final = {_ring.ROLE_WRITER: "writer", _ring.ROLE_LISTENER: "listener", _ring.ROLE_READER: "reader"}
 _LOOK_S: Final = 0.02
+_END_S: Final = 10.0  # of a supervisor, which kills listeners that do not end
 _SUPERVISOR: Final = b"transport.server.supervisor"  # as on the command line
 
 
@@ -54,7 +54,7 @@ def end_lingering(ring: Attachment) -> bool:
     else:
         for each in native.owners():
             send(signal.SIGTERM, each.pid)
-    give_up = time.monotonic() + 2 * STOP_S
+    give_up = time.monotonic() + _END_S
     while native.supervised or any(each.alive for each in native.owners()):
         if time.monotonic() >= give_up:
             return False
@@ -63,11 +63,15 @@ def end_lingering(ring: Attachment) -> bool:
 
 
 def supervisor_of(ring: Attachment) -> int:
-    """The process that keeps the ring's listeners alive; 0: there is none, or none that this process sees."""
+    """The process that keeps the ring's listeners alive; 0: none but this one, or none that this process sees."""
     with contextlib.suppress(OSError):
         segment = Path(f"/dev/shm{ring.name}").stat()
         for pid in (int(each.name) for each in Path("/proc").iterdir() if each.name.isdigit()):
-            if has_module(pid, _SUPERVISOR) and any(_leads_to(each, segment) for each in _descriptors(pid)):
+            if (
+                pid != os.getpid()
+                and has_module(pid, _SUPERVISOR)
+                and any(_leads_to(each, segment) for each in _descriptors(pid))
+            ):
                 return pid
     return 0
 
