@@ -693,15 +693,21 @@ def test_a_step_is_not_consumed_before_every_rank_has_learned(
     assert ranks_run(prefix, f"sqlite:///{tmp_path}/steps.db", 2, 1, run) == [True, True]
 
 
-def test_a_mesh_of_another_shape_has_the_same_groups_whole(ring: SharedRingBuffer, prefix: str, tmp_path: Path) -> None:
+def test_a_mesh_of_another_shape_has_the_same_groups_whole(
+    ring: SharedRingBuffer, prefix: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     for value in range(4):
         write(ring, f"p{value}", value)
     ring.end_data()
     store = f"sqlite:///{tmp_path}/steps.db"
     ranks_run(prefix, store, 2, 1, lambda trainer: next(iter(trainer.steps(2))).number)
-    [found] = ranks_run(prefix, store, 1, 1, lambda trainer: learned(trainer, 2))
+    said = caplog.text.count("is void")
+    [(found, counted)] = ranks_run(
+        prefix, store, 1, 1, lambda trainer: (learned(trainer, 2), trainer.statistics().void_steps)
+    )
     assert sorted(value for each in found for value in each) == sorted([0, 1, 2, 3] * 4)
     assert ring.native.unread == 0
+    assert caplog.text.count("is void") - said == counted > 0
 
 
 def test_a_step_whose_rings_are_gone_is_given_up_when_all_ranks_begin_again(prefix: str, tmp_path: Path) -> None:

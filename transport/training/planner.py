@@ -126,6 +126,7 @@ class Planner:
         self._term = 0  # of this rank as the planner; 0: another one plans
         self._renew_at = 0.0
         self._steps: dict[int, PlannedStep] = {}  # neither consumed nor void
+        self._voids: set[int] = set()  # steps that were said to be
         self._reserved: set[Delivery] = set()  # what they have
         self._origins: set[Delivery] = set()  # of what they have
         self._names: set[str] = set()  # of their groups
@@ -255,12 +256,9 @@ class Planner:
                 else:
                     self._spent.update(step.deliveries())
                 self._consume(step)
-            elif state == "void":
-                self._done.append(step.number)
-            elif step.shape != self._shape:
-                self._records.make_void(step.number, "the mesh has another shape by now")
-                self._done.append(step.number)
             else:
+                if state != "void" and step.shape != self._shape:
+                    self._records.make_void(step.number, "the mesh has another shape by now")
                 self._stands(step)
         self._term = term
 
@@ -282,7 +280,7 @@ class Planner:
         self._done.clear()
 
     def _stands(self, step: PlannedStep) -> None:
-        """Note a step that is neither consumed nor void."""
+        """Note a step that `_look_at_steps` has not seen consumed or void."""
         self._steps[step.number] = step
         self._reserved.update(step.deliveries())
         self._origins.update(step.origins())
@@ -311,9 +309,11 @@ class Planner:
                 self._note_learned(step)
                 self._consume(step)
             else:
-                self._counts.void_steps += 1
                 why, unread = self._records.void(step.number)
-                log.warning("step %d is void, and its groups come again: %s", step.number, why)
+                if step.number not in self._voids:
+                    self._voids.add(step.number)
+                    self._counts.void_steps += 1
+                    log.warning("step %d is void, and its groups come again: %s", step.number, why)
                 held = [each for each in step.deliveries() if each in self._holding]
                 self._holding.give_back([each for each in held if each in unread], _BACK_S)
                 self._holding.give_back([each for each in held if each not in unread], _BACK_S, in_vain=False)
