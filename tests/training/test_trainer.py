@@ -74,6 +74,8 @@ def test_the_loop_ends_with_the_data_and_every_payload_is_consumed_once(
             batch.consume()
         assert trainer.finished()
         assert trainer.statistics().consumed == 10
+    at_the_end = trainer.statistics()
+    assert (at_the_end.consumed, at_the_end.client.links_in_use) == (10, 0)
     assert sorted(seen) == list(range(10))
     assert ring.native.depth(0)["done"] == 10
 

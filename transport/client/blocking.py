@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any, Concatenate, NoReturn, ParamSpec, Self, TypeVar
@@ -10,7 +11,7 @@ from transport.client.client import UCXXClient, WirePolicy
 from transport.client.connections.warming import CONCURRENCY
 from transport.client.device_reads import DeviceReceive, target_of
 from transport.client.payload import AckMode, ClientStatistics, Payload, ReadOutcome
-from transport.errors import UsageError
+from transport.errors import ClosedError, UsageError
 from transport.runtime.loop_thread import LoopThread
 from transport.schema import Schema
 from transport.settings import DEFAULTS, Settings
@@ -136,7 +137,7 @@ class BlockingClient:
 
     def statistics(self) -> ClientStatistics:
         """See `UCXXClient.statistics`."""
-        return self._thread.run(_call(self._client.statistics))
+        return statistics_of(self._thread, self._client)
 
     def close(self) -> None:
         """Close the client and end its thread; at the process's exit at the latest. Idempotent.
@@ -150,6 +151,13 @@ class BlockingClient:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def statistics_of(thread: LoopThread, client: UCXXClient) -> ClientStatistics:
+    """Return the client's counters, on its loop; once that is closed, those of its end."""
+    with contextlib.suppress(ClosedError):
+        return thread.run(_call(client.statistics))
+    return client.statistics()
 
 
 async def _call(function: Callable[..., T], *arguments: Any) -> T:

@@ -18,9 +18,9 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from transport.client.blocking import statistics_of
 from transport.client.client import UCXXClient, WirePolicy
 from transport.client.connections.acknowledgements import Identity
-from transport.client.payload import ClientStatistics
 from transport.client.retry import Deadline, Retry
 from transport.config import Configuration
 from transport.errors import StaleSlotError, TransportError
@@ -169,7 +169,7 @@ class PackerSession:
 
     def statistics(self) -> PackerStatistics:
         """Return the counters of this moment."""
-        return PackerStatistics(returned=0, **self.counts, client=self.thread.run(statistics_of(self.client)))
+        return PackerStatistics(returned=0, **self.counts, client=statistics_of(self.thread, self.client))
 
 
 def open_session(
@@ -223,11 +223,6 @@ async def make_client(
     )
     thread.closes(client.close)
     return client
-
-
-async def statistics_of(client: UCXXClient) -> ClientStatistics:
-    """Return the client's counters, on its loop."""
-    return client.statistics()
 
 
 def _bare(error: TransportError) -> TransportError:

@@ -37,6 +37,7 @@ from transport.claims.lead import LeadSaid
 from transport.claims.open import open_rings
 from transport.claims.rings import FoundRings
 from transport.claims.taken_part import TakenPart
+from transport.client.blocking import statistics_of
 from transport.client.client import UCXXClient
 from transport.config import configuration
 from transport.errors import (
@@ -52,7 +53,7 @@ from transport.observe.metrics import configured_exporter
 from transport.observe.statistics import TrainerStatistics
 from transport.packer.consumed_record import ConsumedRecord
 from transport.packer.options import ClientOptions
-from transport.packer.session import completed, make_client, statistics_of
+from transport.packer.session import completed, make_client
 from transport.ring.batch import Gathered, columns_of
 from transport.ring.batch_shape import Shape, ShapeArguments
 from transport.ring.claiming import check_claim
@@ -516,7 +517,7 @@ class Trainer:
         return record
 
     def statistics(self) -> TrainerStatistics:
-        """Return the counters of this moment. Those of groups are of the rank that plans."""
+        """Return the counters of this moment, or of the end. Those of groups are of the rank that plans."""
         book, counts, steps = self._book, self._counts, self._steps
         return TrainerStatistics(
             batches=book.batches,
@@ -533,7 +534,7 @@ class Trainer:
             groups={"planned": counts.planned, **{reason: counts.dropped[reason] for reason in REASONS}},
             open_groups=0 if steps is None else steps.planner.open_groups,
             surplus=counts.surplus,
-            client=self._thread.run(statistics_of(self._client)),
+            client=statistics_of(self._thread, self._client),
         )
 
     def close(self) -> None:
