@@ -7,13 +7,19 @@ from collections.abc import Iterator
 
 import pytest
 
-from transport.client.mapped import MappedRings
+from transport.ring.attached import AttachedRings
 
 
 @pytest.fixture
-def mapped() -> Iterator[MappedRings]:
+def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have clients attach by themselves, as in another process than the writer's."""
+    monkeypatch.setattr("transport.ring.attached.open_here", lambda _: None)
+
+
+@pytest.fixture
+def mapped() -> Iterator[AttachedRings]:
     """The rings that a client has mapped."""
-    made = MappedRings()
+    made = AttachedRings()
     yield made
-    made.close()
+    made.close(but_lent=True)
     gc.collect()

@@ -279,6 +279,7 @@ async def test_a_payload_outlives_its_client_and_the_stream_that_looked_at_it(cu
         cupy.fake.run_all()
 
 
+@pytest.mark.usefixtures("apart")
 @asynchronous
 async def test_closing_a_client_waits_for_the_copies_that_are_queued(cupy: Any) -> None:
     out = cupy.empty(100, np.uint8)
@@ -290,6 +291,7 @@ async def test_closing_a_client_waits_for_the_copies_that_are_queued(cupy: Any) 
         assert not cupy.fake.registered and free(ring)
 
 
+@pytest.mark.usefixtures("apart")
 @asynchronous
 async def test_a_mapped_slot_is_registered_read_only_and_once(cupy: Any) -> None:
     with SharedRingBuffer.create(slots=1, slot_bytes=4096) as ring:

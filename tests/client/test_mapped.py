@@ -19,9 +19,11 @@ from helpers import NETWORK, NETWORK_WIRE, Child, asynchronous, free, noise, seg
 from mapped_views import look, states, view
 
 from transport import BlockingClient, SharedRingBuffer, Ticket, UCXXClient
-from transport.client.mapped import MappedRings
 from transport.client.payload import ReadPayload
 from transport.errors import ClosedError, RankError, StaleSlotError, WrongKeyError
+from transport.ring.attached import AttachedRings
+
+pytestmark = pytest.mark.usefixtures("apart")
 
 
 @pytest.fixture
@@ -31,12 +33,12 @@ def ring() -> Iterator[SharedRingBuffer]:
 
 
 # --- finding -------------------------------------------------------------------------------------
-def test_a_ring_is_attached_once_and_takes_one_owner_place(ring: SharedRingBuffer, mapped: MappedRings) -> None:
+def test_a_ring_is_attached_once_and_takes_one_owner_place(ring: SharedRingBuffer, mapped: AttachedRings) -> None:
     first = mapped.find(ring.write_raw(b"1"))
     assert first is mapped.find(ring.write_raw(b"2"))
     assert first is not None
     assert sum(owner.alive for owner in ring.native.owners()) == 2
-    assert repr(mapped) == "<MappedRings 1 attached, 0 views>"
+    assert repr(mapped) == "<AttachedRings 1 attached, 0 views>"
 
 
 @pytest.mark.parametrize(
@@ -45,7 +47,7 @@ def test_a_ring_is_attached_once_and_takes_one_owner_place(ring: SharedRingBuffe
     ids=str,
 )
 def test_a_ring_that_is_not_here_is_read_through_the_network(
-    ring: SharedRingBuffer, mapped: MappedRings, change: Any
+    ring: SharedRingBuffer, mapped: AttachedRings, change: Any
 ) -> None:
     ticket = ring.write_raw(b"1")
     assert mapped.find(msgspec.structs.replace(ticket, **change)) is None
@@ -53,7 +55,7 @@ def test_a_ring_that_is_not_here_is_read_through_the_network(
 
 
 def test_without_a_free_owner_place_reading_goes_through_the_network(
-    ring: SharedRingBuffer, mapped: MappedRings
+    ring: SharedRingBuffer, mapped: AttachedRings
 ) -> None:
     others = [SharedRingBuffer.attach(ring.name, role="reader") for _ in range(15)]
     ticket = ring.write_raw(b"1")
@@ -61,7 +63,7 @@ def test_without_a_free_owner_place_reading_goes_through_the_network(
     for other in others:
         other.close()
     assert mapped.find(ticket) is None  # a refusal is remembered for a while
-    assert MappedRings().find(ticket) is not None
+    assert AttachedRings().find(ticket) is not None
     gc.collect()
 
 
@@ -89,7 +91,7 @@ async def test_readers_that_would_take_a_listeners_place_read_over_the_wire() ->
 # --- views ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("consume", "after"), [(True, (6, 0, 0)), (False, (5, 1, 0))])
 def test_the_pin_lasts_as_long_as_any_array_into_the_view(
-    ring: SharedRingBuffer, mapped: MappedRings, consume: bool, after: tuple[int, int, int]
+    ring: SharedRingBuffer, mapped: AttachedRings, consume: bool, after: tuple[int, int, int]
 ) -> None:
     made = view(mapped, ring.write_raw(noise(800)), consume)
     piece = look(made)[8:].view(np.float64)[::3]
@@ -103,7 +105,7 @@ def test_the_pin_lasts_as_long_as_any_array_into_the_view(
     assert states(ring) == after
 
 
-def test_acknowledging_consumes_at_once_and_keeps_the_memory(ring: SharedRingBuffer, mapped: MappedRings) -> None:
+def test_acknowledging_consumes_at_once_and_keeps_the_memory(ring: SharedRingBuffer, mapped: AttachedRings) -> None:
     ticket = ring.write_raw(noise(100))
     made = view(mapped, ticket)
     assert not ring.acknowledge(ticket)
@@ -117,7 +119,7 @@ def test_acknowledging_consumes_at_once_and_keeps_the_memory(ring: SharedRingBuf
 
 
 def test_letting_go_consumes_nothing_and_acknowledging_needs_no_memory(
-    ring: SharedRingBuffer, mapped: MappedRings
+    ring: SharedRingBuffer, mapped: AttachedRings
 ) -> None:
     ticket = ring.write_raw(b"x")
     made = view(mapped, ticket, consume=False)
@@ -147,7 +149,7 @@ async def test_what_is_acknowledged_on_arrival_is_consumed_and_not_rewritten_whi
             assert states(ring) == (4, 0, 0)
 
 
-def test_the_last_array_may_go_on_any_thread(ring: SharedRingBuffer, mapped: MappedRings) -> None:
+def test_the_last_array_may_go_on_any_thread(ring: SharedRingBuffer, mapped: AttachedRings) -> None:
     arrays = [look(view(mapped, ring.write_raw(noise(100, seed)))) for seed in range(3)]
     threads = [threading.Thread(target=arrays.pop) for _ in range(3)]
     for thread in threads:
@@ -155,21 +157,21 @@ def test_the_last_array_may_go_on_any_thread(ring: SharedRingBuffer, mapped: Map
     for thread in threads:
         thread.join()
     assert states(ring) == (6, 0, 0)
-    assert repr(mapped) == "<MappedRings 1 attached, 0 views>"
+    assert repr(mapped) == "<AttachedRings 1 attached, 0 views>"
 
 
 def test_views_take_at_most_their_share_of_the_slots(
-    ring: SharedRingBuffer, mapped: MappedRings, caplog: pytest.LogCaptureFixture
+    ring: SharedRingBuffer, mapped: AttachedRings, caplog: pytest.LogCaptureFixture
 ) -> None:
     tickets = [ring.write_raw(noise(10, seed)) for seed in range(6)]
     views = [view(mapped, ticket) for ticket in tickets[:3]]
     attached = mapped.find(tickets[3])
     assert attached is not None
     for ticket in tickets[3:5]:
-        assert mapped.read(attached, ticket, 0) is None
+        assert attached.lend(ticket, 0) is None
     assert caplog.text.count("further payloads are copied") == 1
     copy = bytearray(10)
-    mapped.copy_out(attached, tickets[3], 0, memoryview(copy))
+    attached.copy_out(tickets[3], 0, memoryview(copy))
     assert copy == noise(10, 3).tobytes()
     assert states(ring) == (0, 3, 3)
     del views[0]
@@ -177,7 +179,7 @@ def test_views_take_at_most_their_share_of_the_slots(
     assert states(ring) == (1, 2, 3)
 
 
-def test_arrays_of_a_view_cannot_be_made_writable(ring: SharedRingBuffer, mapped: MappedRings) -> None:
+def test_arrays_of_a_view_cannot_be_made_writable(ring: SharedRingBuffer, mapped: AttachedRings) -> None:
     ticket = ring.write_raw(noise(100))
     made = view(mapped, ticket)
     payload = ReadPayload(ticket, 0, "mapped", made, ticket.schema, lambda: True)
@@ -190,7 +192,7 @@ def test_arrays_of_a_view_cannot_be_made_writable(ring: SharedRingBuffer, mapped
         (ctypes.c_char * 100).from_buffer(made)
 
 
-def test_a_refused_read_leaves_no_pin(ring: SharedRingBuffer, mapped: MappedRings) -> None:
+def test_a_refused_read_leaves_no_pin(ring: SharedRingBuffer, mapped: AttachedRings) -> None:
     ticket = ring.write_raw(b"x")
     attached = mapped.find(ticket)
     assert attached is not None
@@ -200,13 +202,13 @@ def test_a_refused_read_leaves_no_pin(ring: SharedRingBuffer, mapped: MappedRing
         (msgspec.structs.replace(ticket, slot=5, key=ring.key(5, 1)), 0, StaleSlotError),
     ):
         with pytest.raises(error):
-            mapped.read(attached, refused, rank)
+            attached.lend(refused, rank)
     assert states(ring) == (5, 1, 0)
-    assert repr(mapped) == "<MappedRings 1 attached, 0 views>"
+    assert repr(mapped) == "<AttachedRings 1 attached, 0 views>"
 
 
 def test_a_view_keeps_its_ring_attached_when_nobody_else_does(ring: SharedRingBuffer) -> None:
-    mapped = MappedRings()
+    mapped = AttachedRings()
     array = look(view(mapped, ring.write_raw(noise(100))))
     del mapped
     gc.collect()
@@ -218,7 +220,7 @@ def test_a_view_keeps_its_ring_attached_when_nobody_else_does(ring: SharedRingBu
 
 
 def test_an_attachment_that_is_closed_under_its_views_keeps_their_slots(
-    ring: SharedRingBuffer, mapped: MappedRings
+    ring: SharedRingBuffer, mapped: AttachedRings
 ) -> None:
     ticket = ring.write_raw(noise(100))
     made = view(mapped, ticket, consume=False)
@@ -231,16 +233,16 @@ def test_an_attachment_that_is_closed_under_its_views_keeps_their_slots(
     with pytest.raises(ClosedError):
         attached.acknowledge(ticket)
     with pytest.raises(ClosedError):
-        mapped.read(attached, ticket, 0)
+        attached.lend(ticket, 0)
     del made, array
     assert states(ring) == (5, 1, 0)
 
 
 # --- the end -------------------------------------------------------------------------------------
 def test_close_acknowledges_nothing_and_detaches_with_the_last_array(ring: SharedRingBuffer) -> None:
-    mapped = MappedRings()
+    mapped = AttachedRings()
     consumed, unread = (view(mapped, ring.write_raw(noise(100, seed)), seed == 0) for seed in range(2))
-    mapped.close()
+    mapped.close(but_lent=True)
     assert ring.statistics().consumes == 1
     assert states(ring) == (4, 0, 2)
     for seed, made in enumerate((consumed, unread)):
@@ -266,7 +268,7 @@ def test_a_closed_clients_acknowledged_payloads_do_not_keep_the_ring_attached(ri
     assert sum(owner.alive for owner in ring.native.owners()) == 1
 
 
-def test_rings_whose_writers_are_gone_are_let_go_when_another_one_comes(mapped: MappedRings) -> None:
+def test_rings_whose_writers_are_gone_are_let_go_when_another_one_comes(mapped: AttachedRings) -> None:
     first = SharedRingBuffer.create(slots=2, slot_bytes=100)
     made = view(mapped, first.write_raw(b"x"))
     file = segment_file(first)
@@ -278,7 +280,7 @@ def test_rings_whose_writers_are_gone_are_let_go_when_another_one_comes(mapped: 
     with SharedRingBuffer.create(slots=2, slot_bytes=100) as third:
         view(mapped, third.write_raw(b"x"))
         assert not file.exists()
-        assert repr(mapped) == "<MappedRings 1 attached, 0 views>"
+        assert repr(mapped) == "<AttachedRings 1 attached, 0 views>"
 
 
 # --- processes that end, are killed or fork while they have views of a mapped ring
@@ -310,20 +312,20 @@ import ctypes
 import sys
 import numpy as np
 from transport import Ticket
-from transport.client.mapped import MappedRings
-mapped = MappedRings()
+from transport.ring.attached import AttachedRings
+mapped = AttachedRings()
 views = []
 while line := sys.stdin.readline().strip():
     ticket = Ticket.parse(line)
     ring = mapped.find(ticket)
-    view = mapped.read(ring, ticket, 0)
+    view = ring.lend(ticket, 0)
     if ticket.slot > 0:
         ring.acknowledge(ticket)
     views.append(np.frombuffer(view, np.uint8))
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(views[-1]))  # so that the interpreter does not free it at its end
     print(views[-1].sum(), flush=True)
 if {closed}:
-    mapped.close()
+    mapped.close(but_lent=True)
 """
     with SharedRingBuffer.create(slots=6, slot_bytes=1000) as ring, Child(code) as child:
         for seed in range(3):

@@ -65,7 +65,11 @@ def mine(found: list[status_socket.ClientStatus]) -> list[status_socket.ClientSt
 
 
 def test_a_snapshot_has_states_owners_and_bytes_by_wire() -> None:
-    with SharedRingBuffer.create(slots=4, slot_bytes=4096) as ring, BlockingClient(wire={"mapped"}) as client:
+    with (
+        SharedRingBuffer.create(slots=4, slot_bytes=4096) as ring,
+        SharedRingBuffer.attach(ring.name, role="reader"),
+        BlockingClient(wire={"mapped"}) as client,
+    ):
         payload = client.read(ring.write_raw(b"x" * 100))
         ring.write_raw(b"unread")
         snapshot = overview.look([ring.name])

@@ -14,12 +14,12 @@ import pytest
 from helpers import SHM, Child, noise, read_bytes, segment_file
 
 from transport import SharedRingBuffer, Ticket, _ring
-from transport.client import mapped
 from transport.errors import (
     ClosedError,
     StaleSlotError,
 )
 from transport.ring import attachment
+from transport.ring.attached import AttachedRings
 
 WRITER = """
 import sys
@@ -89,9 +89,10 @@ def test_a_reader_that_is_refused_leaves_no_segment_behind(monkeypatch: pytest.M
         writer.native.close()
         return ring
 
+    monkeypatch.setattr("transport.ring.attached.open_here", lambda _: None)  # as in another process
     monkeypatch.setattr(SharedRingBuffer, "attach", attached_last)
     monkeypatch.setattr("transport._ring.MAX_OWNERS", 2)  # every reader is one too many
-    rings = mapped.MappedRings()
+    rings = AttachedRings()
     assert rings.find(ticket) is None
     assert not segment_file(writer).exists()
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from transport import SharedRingBuffer, Ticket
 from transport._ring import Loan
-from transport.client.mapped import MappedRings
+from transport.ring.attached import AttachedRings
 
 
 def states(ring: SharedRingBuffer) -> tuple[int, int, int]:
@@ -14,10 +14,10 @@ def states(ring: SharedRingBuffer) -> tuple[int, int, int]:
     return look.free, look.ready, look.reading
 
 
-def view(mapped: MappedRings, ticket: Ticket, consume: bool = True) -> Loan:
+def view(mapped: AttachedRings, ticket: Ticket, consume: bool = True) -> Loan:
     ring = mapped.find(ticket)
     assert ring is not None
-    made = mapped.read(ring, ticket, 0)
+    made = ring.lend(ticket, 0)
     assert made is not None
     if consume:
         assert ring.acknowledge(ticket)

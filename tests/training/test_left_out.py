@@ -12,8 +12,8 @@ import pytest
 from helpers import eventually
 
 from transport import Rollout, Schema, SharedRingBuffer, Trainer, _ring
-from transport.claims import mapped
 from transport.errors import NoOwnerError
+from transport.ring import attached
 
 SCHEMA = Schema.of(x="int64")
 
@@ -53,7 +53,7 @@ def test_more_rings_than_one_wait_can_have_are_all_taken_from(prefix: str) -> No
 def test_a_ring_without_a_place_for_a_trainer_is_named_and_its_data_has_not_ended(
     prefix: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(mapped, "_TRY_AGAIN_S", 0.1)
+    monkeypatch.setattr(attached, "_TRY_AGAIN_S", 0.1)
     rings = f"rings:{prefix}"
     with (
         contextlib.ExitStack() as others,

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections.abc import Collection, Mapping, Sequence, Set
 from functools import lru_cache, partial
-from typing import Final
 
 from transport import _ring
 from transport.claims.places import Discovery, Gone, Observed, RingAddress
@@ -22,7 +20,7 @@ from transport.claims.waiting import (
     schema_of,
     unread_of,
 )
-from transport.errors import ClosedError, RankError, RingNotFoundError, TransportError, UsageError
+from transport.errors import ClosedError, RankError, TransportError, UsageError
 from transport.ring.attached import AttachedRings
 from transport.ring.buffer import SharedRingBuffer
 from transport.ring.claiming import Seen, wait_for_payloads
@@ -32,7 +30,6 @@ from transport.ticket import NO_SCHEMA
 
 log = logging.getLogger(__name__)
 
-_TRY_AGAIN_S: Final = 30.0  # after an attachment was refused
 Ranked = tuple[SharedRingBuffer, int]  # a ring, and the rank that claims from it
 
 
@@ -50,39 +47,34 @@ class RingsOfHost:
 
     def __init__(self, places: Discovery, lease_s: float | None, max_deliveries: int) -> None:
         self._places = places
-        self._lease_s = lease_s
         self._max_deliveries = max_deliveries
         self.bell = _ring.Bell()
         self._turn = 0  # which ring is asked first
         self.attached = AttachedRings(lease_s, self._left)
         self._lock = self.attached.lock
-        self._found: dict[str, SharedRingBuffer] = {}  # of the attached ones those of these places, by id
-        self._own: dict[str, SharedRingBuffer] = {}  # writers' of this process
+        self._rings: dict[str, SharedRingBuffer] = {}  # of the attached ones those of the run, by id
+        self._there: list[str] = []  # segments, as of the last look
         self._ranked: dict[tuple[frozenset[str], int | str], tuple[Sequence[Ranked], RankError | None]] = {}  # of these
-        # Until when, and why; by name, and the schemas that were asked for. "": it has payloads of others.
-        self._refused: dict[tuple[str, frozenset[str]], tuple[float, str]] = {}
         self._seen = Observed()
         self._log_limit = LogLimit()
 
     def __repr__(self) -> str:
-        return f"<RingsOfHost {len(self._found)} attached>"
+        return f"<RingsOfHost {len(self._rings)} attached>"
 
     def add(self, ring: SharedRingBuffer) -> None:
         """A ring of this process, which closes it itself."""
         if ring.native.owner < 0:
             raise UsageError(f"ring {ring.ring_id[:8]} is attached as an observer, which claims nothing")
         with self._lock:
-            self._leave_ended()
-            self._own = {**self._own, ring.ring_id: ring}
+            self._rings[ring.ring_id] = self.attached.give(ring)
             self._ranked = {}
-            ring.set_lease(self._lease_s)
 
     def rings(self, schemas: frozenset[str]) -> list[SharedRingBuffer]:
         """To claim from: those with payloads of these schemas (none: of any)."""
         fit = _fitting(schemas)
         return [
             ring
-            for ring in (*self._found.values(), *self._own.values())
+            for ring in list(self._rings.values())
             if not ring.native.closed and (not fit or ring.native.fingerprint in fit)
         ]
 
@@ -110,62 +102,40 @@ class RingsOfHost:
         known[schemas, rank] = found = ranked, None
         return found
 
-    def unmapped(self, schemas: frozenset[str]) -> dict[str, str]:
-        """Return why rings with payloads of these schemas could not be attached, by their segments' names."""
-        with self._lock:
-            return {name: why for (name, of), (_, why) in self._refused.items() if of == schemas and why}
+    def unmapped(self) -> dict[str, str]:
+        """Return why rings could not be attached, by their segments' names."""
+        there = set(self._there)
+        return {name: why for name, why in self.attached.refused().items() if name in there}
 
     # --- following ------------------------------------------------------------------------------------
     def look(self, schemas: frozenset[str]) -> None:
         """Attach to what is new and has payloads of these schemas (none: of any), leave what has ended."""
         with self._lock:
             try:
-                self._leave_ended()
+                self.attached.leave_ended()
                 self._attach_all(schemas)
             except TransportError as error:
                 if (before := self._log_limit.due()) is not None:
                     log.warning("rings were not looked for, and are again soon: %s (%d more)", error, before)
 
-    def _leave_ended(self) -> None:
-        for ring in [ring for ring in self._own.values() if ring.native.closed]:
-            self._seen.ends[ring.ring_id] = Gone(ring.name, ring.fingerprint, ring.data_ended)
-            del self._own[ring.ring_id]
-            self._ranked = {}
-        self.attached.leave_ended()
-
     def _left(self, ring: SharedRingBuffer) -> None:
-        """Note how a ring of these places has ended, found by a claim or by a read."""
-        if ring.ring_id in self._found:
-            with contextlib.suppress(ClosedError):
-                self._seen.ends[ring.ring_id] = Gone.of(ring)
-            del self._found[ring.ring_id]
+        """Note how a ring of the run has ended, found by a claim or by a read."""
+        if self._rings.pop(ring.ring_id, None) is not None:
+            try:
+                gone = Gone.of(ring)
+            except ClosedError:  # its writer, in this process, has closed it
+                gone = Gone(ring.name, ring.fingerprint, ring.data_ended)
+            self._seen.ends[ring.ring_id] = gone
             self._ranked = {}
 
     def _attach_all(self, schemas: frozenset[str]) -> None:
-        now = time.monotonic()
         here = self._names()
-        names = self._places.segments()
-        there = set(names)
-        self._refused = {key: each for key, each in self._refused.items() if key[0] in there}
-        for name in names:
-            if name not in here and now >= self._refused.get((name, schemas), (0.0, ""))[0]:
-                self._refused.pop((name, schemas), None)
-                self._attach(name, schemas, now)
-
-    def _attach(self, name: str, schemas: frozenset[str], now: float) -> None:
-        try:
-            ring = self.attached.attach(name, partial(_fits, fit=_fitting(schemas)))
-        except RingNotFoundError:  # gone, or being made: the next look sees
-            return
-        except TransportError as error:
-            log.info("ring %s is not mapped: %s", name, error)
-            self._refused[name, schemas] = now + _TRY_AGAIN_S, str(error)
-            return
-        if ring is None:
-            self._refused[name, schemas] = now + _TRY_AGAIN_S, ""
-            return
-        self._found[ring.ring_id] = ring
-        self._ranked = {}
+        self._there = self._places.segments()
+        fits = partial(_fits, fit=_fitting(schemas))
+        for name in self._there:
+            if name not in here and (ring := self.attached.attach(name, schemas, fits)) is not None:
+                self._rings[ring.ring_id] = ring
+                self._ranked = {}
 
     def served(self, schemas: frozenset[str], *, mapped: bool) -> Mapping[str, RingAddress]:
         """Where rings with payloads of these schemas are asked, those that ``mapped`` claims are of excepted."""
@@ -175,7 +145,7 @@ class RingsOfHost:
             if not schemas:
                 return places
             fit = _fitting(schemas)
-            seen = (*self._found.values(), *self._own.values(), *self._others().values())
+            seen = (*self._rings.values(), *self._others().values())
             unfit = {ring.ring_id for ring in seen if not _fits(ring, fit)}
             return {name: place for name, place in places.items() if place.ring not in unfit} if unfit else places
 
@@ -223,7 +193,7 @@ class RingsOfHost:
             self.look(schemas)
         fit = _fitting(schemas)
         with self._lock:
-            here = (*self._found.values(), *self._own.values(), *self._others().values())
+            here = (*self._rings.values(), *self._others().values())
             gone = {ring: Gone("", fingerprint, True) for ring, fingerprint in self._places.ended().items()}
             ended = {
                 ring: each.said
@@ -261,14 +231,14 @@ class RingsOfHost:
         ``rings``: the only ones that are needed; where this process has them, others are not looked for.
         """
         with self._lock:
-            ours = [ring for ring in (*self._found.values(), *self._own.values()) if not ring.native.closed]
+            ours = [ring for ring in self._rings.values() if not ring.native.closed]
             if rings is not None and {ring.ring_id for ring in ours}.issuperset(rings):
                 return ours
             return [*ours, *self._others().values()]
 
     def _names(self) -> set[str]:
         """Return the names of the segments that this process is attached to."""
-        return {ring.name for ring in (*self._found.values(), *self._own.values()) if ring.native.still_named}
+        return {ring.name for ring in self._rings.values() if ring.native.still_named}
 
     def _others(self) -> dict[str, SharedRingBuffer]:
         """Return observers of the segments that this process is not attached to, by their names."""
@@ -358,19 +328,11 @@ class RingsOfHost:
                     break
         return parts
 
-    def heard(self) -> None:
-        """Say to every ring that this process lives, so that its claims last."""
-        with self._lock:
-            for ring in (*self._found.values(), *self._own.values()):
-                with contextlib.suppress(ClosedError):
-                    ring.native.heard()
-
     def close(self) -> None:
         """Leave every ring that was found; what is claimed of it can be claimed by others. Idempotent."""
         with self._lock:
             self.attached.close()
-            self._found = {}
-            self._own = {}
+            self._rings = {}
             self._seen.close()
             self._places.close()
 

@@ -275,7 +275,7 @@ class FoundRings:
     def heard(self) -> None:
         """Say to the rings of this host that this process lives; those elsewhere hear it from their connections."""
         if not self._closed.is_set:
-            self._here.heard()
+            self._here.attached.heard()
 
     def rest(self) -> None:
         """Leave payloads of rings elsewhere to others until the next take: no demand waits, and what came goes back."""
@@ -485,7 +485,7 @@ class FoundRings:
 
     def _left_out(self) -> dict[str, str]:
         """Return a sentence for each ring of this host that is not mapped, and not asked either, by its segment."""
-        unmapped = {**self.places.unseen(), **(self._here.unmapped(self._schemas) if self._maps else {})}
+        unmapped = {**self.places.unseen(), **(self._here.unmapped() if self._maps else {})}
         if unmapped and self._uses_network:
             for place in self._served().values():
                 unmapped.pop(place.segment or "", None)

@@ -23,13 +23,13 @@ from transport.client.connections.links import Links
 from transport.client.connections.warming import CONCURRENCY, Warming, WarmUpTarget
 from transport.client.deliveries import Deliveries
 from transport.client.device_reads import DeviceReads, DeviceReceive
-from transport.client.mapped import MappedRings
 from transport.client.payload import AckMode, ClientStatistics, Payload, ReadOutcome
 from transport.client.reading import Reads
 from transport.client.status_socket import StatusSocket
 from transport.devices.buffers import BufferPool
 from transport.errors import ClosedError, UsageError
-from transport.ring.attached import AttachedRings
+from transport.ring.attached import AttachedRings, through
+from transport.ring.buffer import SharedRingBuffer
 from transport.runtime.event_loop import check_loop
 from transport.schema import Schema
 from transport.settings import DEFAULTS, Settings
@@ -90,23 +90,28 @@ class UCXXClient:
             ) from None
         self._wires: frozenset[Wire] | None = None if wire == "auto" else named_wires(wire)
         self._settings = settings.validate()
-        self._mapped = MappedRings(allowed=self.allows("mapped"))
+        self._maps = self.allows("mapped")
+        self._own = self._attached = AttachedRings()
         self._device_reads = DeviceReads(device, device_receive, settings.staging_bytes)
         self._links = Links(
-            self._settings, self._wires, secret, self._mapped.detach_finished, device_memory=device_receive == "direct"
+            self._settings,
+            self._wires,
+            secret,
+            lambda: self._attached.leave_ended(),
+            device_memory=device_receive == "direct",
         )
         self._remote = RemoteReads(self._links, self._settings, self._wires, verify)
         self._finder = None if directory is None else Finder(directory)
         self._verify = verify
         self._buffers = BufferPool()
-        self._deliveries = Deliveries(schemas, ack, self._links)
+        self._deliveries = Deliveries(schemas, ack, self._links, self._find)
         self._claims = ClaimConnections(
             self._links, self._settings, self._buffers, {schema.fingerprint: schema for schema in schemas}
         )
         self._reads = Reads(
             self._check_open,
             self._settings,
-            self._mapped,
+            self._find,
             self._links,
             self._remote,
             self._device_reads,
@@ -118,7 +123,7 @@ class UCXXClient:
             self._links,
             self._settings,
             self._wires,
-            lambda ticket: self._mapped.find(ticket) is not None,
+            lambda ticket: self._find(ticket) is not None,
             self._buffers,
         )
         self._pid = os.getpid()
@@ -140,6 +145,10 @@ class UCXXClient:
         check_loop(
             self._loop, self._pid, "this client", "make one there, or use BlockingClient, which any thread may call"
         )
+
+    def _find(self, ticket: Ticket) -> SharedRingBuffer | None:
+        """Return the ticket's ring, if it is here, and may be and can be mapped; None: read it through the network."""
+        return self._attached.find(ticket) if self._maps else None
 
     # --- before the first read ----------------------------------------------------------------------
     async def warm(self, *places: WarmUpTarget) -> int:
@@ -248,7 +257,7 @@ class UCXXClient:
     # --- taking, without tickets ----------------------------------------------------------------------
     def share(self, attached: AttachedRings) -> None:
         """Map what tickets name through the attachments of a run's rings, which are the rings' to close."""
-        self._mapped.share(attached)
+        self._attached = attached
 
     @property
     def claims(self) -> ClaimConnections:
@@ -265,8 +274,7 @@ class UCXXClient:
         """
         ticket = Ticket.of(ticket)
         ticket.check_rank(rank)  # one that no record can hold would come back at every message to its ring
-        accepted = self._mapped.acknowledge(ticket, rank)
-        return self._deliveries.acknowledge(ticket, rank, None) if accepted is None else accepted
+        return self._deliveries.acknowledge(ticket, rank)
 
     async def discard(self, ticket: Ticket | str | bytes, timeout: float | None = None) -> bool:
         """Free a payload that is not needed, for all ranks. False when it was gone before.
@@ -278,9 +286,8 @@ class UCXXClient:
         fate = await self.state(ticket, timeout=timeout)
         if fate is SlotFate.GONE:
             return False
-        ring = self._mapped.find(ticket)
-        if ring is not None:
-            return ring.discard(ticket)
+        if (discarded := through(self._find, ticket, lambda ring: ring.discard(ticket))) is not None:
+            return discarded
         discarding = Record(Kind.DISCARD, ticket.slot, ticket.generation, 0, ticket.key)
         asking = Record(Kind.STATE, ticket.slot, ticket.generation, 0, ticket.key)
         after = await self._remote.ask(ticket, asking, [discarding], self._reads.deadline(timeout))
@@ -291,11 +298,14 @@ class UCXXClient:
         self._check_open()
         ticket = Ticket.of(ticket)
         ticket.check_rank(rank)
-        ring = self._mapped.find(ticket)
         record = Record(Kind.STATE, ticket.slot, ticket.generation, rank, ticket.key)
-        if ring is not None:
+
+        def look(ring: SharedRingBuffer) -> SlotFate:
             ring.check(ticket, rank)
             return fate_of(ring.native.info(ticket.slot), record)
+
+        if (fate := through(self._find, ticket, look)) is not None:
+            return fate
         return SlotFate(await self._remote.ask(ticket, record, [], self._reads.deadline(timeout)))
 
     def statistics(self) -> ClientStatistics:
@@ -349,7 +359,7 @@ class UCXXClient:
         self._deliveries.closed = True
         with contextlib.ExitStack() as stack:
             stack.callback(self._buffers.clear)
-            stack.callback(self._mapped.close)
+            stack.callback(self._own.close, but_lent=True)
             stack.callback(self._remote.close)
             stack.callback(self._device_reads.close)
             stack.callback(self._links.end)

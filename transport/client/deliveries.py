@@ -23,6 +23,7 @@ from transport.client.device_reads import DevicePayload
 from transport.client.payload import AckMode, Payload, ReadOutcome, ReadPayload
 from transport.devices.targets import Target
 from transport.errors import ClosedError, SchemaError, StaleSlotError, TransportError
+from transport.ring.attached import through
 from transport.ring.buffer import SharedRingBuffer
 from transport.ring.parts import PayloadPart, part_of
 from transport.schema import Schema
@@ -36,6 +37,7 @@ class Deliveries:
     Args:
         schemas: of rings whose tickets do not describe their payloads themselves.
         ack: when a payload is acknowledged, see `UCXXClient`.
+        find: finds a ticket's ring where it is mapped or can be.
 
     Attributes:
         mode: when a payload is acknowledged.
@@ -49,12 +51,14 @@ class Deliveries:
         schemas: Sequence[Schema],
         ack: AckMode,
         links: Links,
+        find: Callable[[Ticket], SharedRingBuffer | None],
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._schemas = {schema.fingerprint: schema for schema in schemas}
         self.mode: AckMode = ack
         self._links = links
+        self._find = find
         self.closed = False
         self.reads = 0
         self.bytes_by_wire: dict[str, int] = {}
@@ -75,7 +79,7 @@ class Deliveries:
 
         ``part``: its fields that are wanted; in host memory they lie where the whole payload has them.
         """
-        acknowledge = partial(ring.acknowledge, ticket, rank)
+        acknowledge = partial(self._acknowledge_mapped, ring, ticket, rank)
         return self._made(ticket, rank, "mapped", data, acknowledge, part, inside=type(data) is not Target)
 
     def received(
@@ -85,7 +89,7 @@ class Deliveries:
 
         ``part``: its fields that are wanted, which came alone.
         """
-        return self._made(ticket, rank, wire, data, partial(self.acknowledge, ticket, rank, via), part)
+        return self._made(ticket, rank, wire, data, partial(self._acknowledge_through, ticket, rank, via), part)
 
     def handed_in(self, ticket: Ticket, rank: int, wire: Wire, data: Any) -> Payload:
         """A payload that was taken together with its claim: the holder of the claim acknowledges by ending it."""
@@ -142,7 +146,23 @@ class Deliveries:
                     outcome = outcome._replace(payload=None, error=bare(error))
             yield outcome
 
-    def acknowledge(self, ticket: Ticket, rank: int, via: PortKey | None) -> bool:
+    def _acknowledge_mapped(self, ring: SharedRingBuffer, ticket: Ticket, rank: int) -> bool:
+        try:
+            return ring.acknowledge(ticket, rank)
+        except ClosedError:  # who was attached has closed it; after the client has, nobody looks for it again
+            if self.closed:
+                raise
+            return self.acknowledge(ticket, rank)
+
+    def acknowledge(self, ticket: Ticket, rank: int) -> bool:
+        """Acknowledge a payload where it is: in a ring that is mapped or can be, or through the next healthy port.
+
+        Raises ClosedError when the ring is not mapped, and the client is closed.
+        """
+        accepted = through(self._find, ticket, lambda ring: ring.acknowledge(ticket, rank))
+        return self._acknowledge_through(ticket, rank, None) if accepted is None else accepted
+
+    def _acknowledge_through(self, ticket: Ticket, rank: int, via: PortKey | None) -> bool:
         """Send an acknowledgement through port ``via``, or through the next healthy port.
 
         Raises ClosedError when the client is closed.

@@ -13,6 +13,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Final
 
 from transport.client.attempts import RemoteReads
@@ -21,12 +22,12 @@ from transport.client.connections.links import Links
 from transport.client.connections.warming import CONCURRENCY
 from transport.client.deliveries import Deliveries, bare
 from transport.client.device_reads import DeviceReads
-from transport.client.mapped import MappedRings
 from transport.client.payload import Payload, ReadOutcome
 from transport.client.retry import Deadline
 from transport.devices.buffers import Block, BufferPool, is_short_of_memory
 from transport.devices.targets import Target
 from transport.errors import BufferUnsuitableError, ClosedError, StaleSlotError, TransportError, UsageError
+from transport.ring.attached import through
 from transport.ring.buffer import SharedRingBuffer
 from transport.ring.packing import check_destination
 from transport.ring.parts import PayloadPart, field_names
@@ -57,7 +58,7 @@ class Reads:
         self,
         check_open: Callable[[], None],
         settings: Settings,
-        mapped: MappedRings,
+        find: Callable[[Ticket], SharedRingBuffer | None],
         links: Links,
         remote: RemoteReads,
         device_reads: DeviceReads,
@@ -67,7 +68,7 @@ class Reads:
     ) -> None:
         self._check_open = check_open
         self._settings = settings
-        self._mapped = mapped
+        self._find = find
         self._links = links
         self._remote = remote
         self._device_reads = device_reads
@@ -164,11 +165,13 @@ class Reads:
                 destination = check_destination(out, ticket.size) if target is None else None
             if target is not None:
                 return await self._read_to_device(ticket, rank, target, deadline, spent)
-            ring = self._mapped.find(ticket)
-            if part is not None and (ring is None or self._device_reads.always):
-                return await self._read_part(ticket, rank, part, ring, deadline)
-            if ring is not None:
-                return self._read_mapped(ring, ticket, rank, out, destination, part)
+            if part is not None and self._device_reads.always:
+                return await self._read_part(ticket, rank, part, deadline)
+            read = partial(self._read_mapped, ticket, rank, out, destination, part)
+            if (payload := through(self._find, ticket, read)) is not None:
+                return payload
+            if part is not None:
+                return await self._read_part(ticket, rank, part, deadline)
             buffer = self._buffers.take(ticket.size) if destination is None else destination
             found_at = await self._remote.read(self._remote.want(ticket, rank, buffer), deadline, spent=spent)
             return self._deliveries.received(ticket, rank, *found_at, buffer if out is None else out)
@@ -205,22 +208,22 @@ class Reads:
 
     def _read_mapped(
         self,
-        ring: SharedRingBuffer,
         ticket: Ticket,
         rank: int,
         out: Any,
         destination: Any,
         part: PayloadPart | None,
+        ring: SharedRingBuffer,
     ) -> Payload:
         """The payload from the segment itself: a view of it, or a copy in ``destination``, the bytes of ``out``.
 
         Raises what `SharedRingBuffer.read_raw` raises.
         """
-        data: Any = self._mapped.read(ring, ticket, rank) if out is None else None
+        data: Any = ring.lend(ticket, rank) if out is None else None
         if data is None:
             if destination is None:
                 destination = self._buffers.take(ticket.size)
-            self._mapped.copy_out(ring, ticket, rank, destination)
+            ring.copy_out(ticket, rank, destination)
             data = destination if out is None else out
         return self._deliveries.mapped(ring, ticket, rank, data, part)
 
@@ -228,29 +231,34 @@ class Reads:
     async def _read_to_device(
         self, ticket: Ticket, rank: int, target: Target, deadline: Deadline, spent: bool
     ) -> Payload:
-        ring = self._mapped.find(ticket)
-        if ring is None:
-            direct = self._device_reads.receive == "direct" and self._links.device_memory()
-            found_at = await self._device_reads.over_wire(
-                target,
-                direct,
-                deadline,
-                lambda buffer: self._remote.read(self._remote.want(ticket, rank, buffer), deadline, spent=spent),
-            )
-            return self._deliveries.received(ticket, rank, *found_at, target)
-        self._device_reads.from_ring(ring, ticket, rank, target)
-        return self._deliveries.mapped(ring, ticket, rank, target)
+        def read(ring: SharedRingBuffer) -> Payload:
+            self._device_reads.from_ring(ring, ticket, rank, target)
+            return self._deliveries.mapped(ring, ticket, rank, target)
 
-    async def _read_part(
-        self, ticket: Ticket, rank: int, part: PayloadPart, ring: SharedRingBuffer | None, deadline: Deadline
-    ) -> Payload:
+        if (payload := through(self._find, ticket, read)) is not None:
+            return payload
+        direct = self._device_reads.receive == "direct" and self._links.device_memory()
+        found_at = await self._device_reads.over_wire(
+            target,
+            direct,
+            deadline,
+            lambda buffer: self._remote.read(self._remote.want(ticket, rank, buffer), deadline, spent=spent),
+        )
+        return self._deliveries.received(ticket, rank, *found_at, target)
+
+    async def _read_part(self, ticket: Ticket, rank: int, part: PayloadPart, deadline: Deadline) -> Payload:
         """Some fields, over a wire or into device memory."""
         to_device = self._device_reads.from_host if self._device_reads.always else None
-        if ring is not None and to_device is not None:
+
+        def read(ring: SharedRingBuffer) -> Payload:
+            assert to_device is not None
             whole = self._buffers.take(ticket.size)
-            self._mapped.copy_out(ring, ticket, rank, whole)
+            ring.copy_out(ticket, rank, whole)
             target = to_device(memoryview(part.copied(whole)))
             return self._deliveries.mapped(ring, ticket, rank, target, part)
+
+        if to_device is not None and (payload := through(self._find, ticket, read)) is not None:
+            return payload
         buffer = self._buffers.take(part.layout.total)
         found_at = await self._remote.read_part(ticket, rank, part, buffer, deadline)
         data = buffer if to_device is None else to_device(memoryview(buffer))
@@ -310,7 +318,7 @@ class Reads:
         """One message for all of them where that is possible; what fails so is read singly."""
         outcomes: list[ReadOutcome] = []
         left = group
-        together = len(group) > 1 and self._mapped.find(group[0][1]) is None
+        together = len(group) > 1 and self._find(group[0][1]) is None
         if together:
             try:
                 outcomes, left = await self._read_batch(group, rank, fields, deadline)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple, NoReturn, Self
 
@@ -104,6 +105,9 @@ class SharedRingBuffer(Attachment):
         self.most_views = max(int(self.slot_count * _VIEWED_SHARE), 1)
         self._ranks = ranks_of(native.consumers) if writable else 0
         self._originals: set[tuple[str, int, int]] = set()  # of what was copied into it
+        self._warned_of_views = False
+        if writable:
+            share_here(self)
 
     def __reduce__(self) -> NoReturn:
         """Raises UsageError, for `pickle` and `copy`."""
@@ -559,6 +563,25 @@ class SharedRingBuffer(Attachment):
             raise self.refusal(loan, ticket, rank)
         return ReadLease(self, ticket, rank, loan)
 
+    def lend(self, ticket: Ticket, rank: int) -> _ring.Loan | None:
+        """Pin a payload while anything looks into its bytes, read-only. None: too many slots are in use so: copy it.
+
+        Raises what `read_raw` raises.
+        """
+        loan = self.native.begin_read(ticket.slot, ticket.generation, ticket.key, ticket.size, rank, self.most_views)
+        if isinstance(loan, int):
+            raise self.refusal(loan, ticket, rank)
+        if loan is None and not self._warned_of_views:
+            self._warned_of_views = True
+            held = self.native.lent
+            log.warning("%d views of ring %s are held; further payloads are copied", held, self.ring_id[:8])
+        return loan
+
+    def copy_out(self, ticket: Ticket, rank: int, destination: Any) -> None:
+        """Copy a payload from its slot into ``destination`` (flat bytes of its size). Raises what `read_raw` raises."""
+        with self.read_raw(ticket, rank) as lease:
+            _ring.copy(destination, lease.view)
+
     def refusal(self, answer: int, ticket: Ticket, rank: int) -> TransportError:
         """The error for an answer of the native `begin_read`. Raises it where the ticket alone explains it."""
         self.check(ticket, rank)
@@ -715,6 +738,21 @@ class SharedRingBuffer(Attachment):
         False where CUDA refuses; copies work all the same.
         """
         return self._pages.ensure(slot, lambda: self.native.payload(slot), device)
+
+
+_HERE: Final[weakref.WeakValueDictionary[str, SharedRingBuffer]] = weakref.WeakValueDictionary()
+
+
+def share_here(ring: SharedRingBuffer) -> None:
+    """Let reads by ticket of this process go through this attachment, unless they go through another one."""
+    if open_here(ring.ring_id) is None:
+        _HERE[ring.ring_id] = ring
+
+
+def open_here(ring_id: str) -> SharedRingBuffer | None:
+    """Return an open attachment of this process for reads; None: there is none. Its holder may close it at any time."""
+    ring = _HERE.get(ring_id)
+    return None if ring is None or ring.native.closed else ring
 
 
 def attached_reader(name: str) -> SharedRingBuffer:

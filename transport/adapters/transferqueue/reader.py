@@ -5,16 +5,16 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from transport.adapters.transferqueue.packing import Place
 from transport.adapters.transferqueue.rings import Options
 from transport.client.blocking import BlockingClient
-from transport.client.mapped import MappedRings
 from transport.config import configuration
 from transport.errors import PayloadLostError, TransportError
+from transport.ring.attached import AttachedRings, through
 from transport.ring.buffer import SharedRingBuffer
-from transport.ticket import Ticket
 from transport.wires import Wire
 
 _REMOTE: frozenset[Wire] = frozenset({"shm", "tcp", "rdma", "cuda"})
@@ -26,7 +26,7 @@ class Reader:
     def __init__(self, options: Options, secret: bytes | None) -> None:
         self._options = options
         self._secret = secret
-        self._mapped = MappedRings()
+        self._attached = AttachedRings()
         self._client: BlockingClient | None = None
         self._lock = threading.Lock()
 
@@ -38,14 +38,14 @@ class Reader:
         elsewhere: dict[int, dict[Any, Place]] = defaultdict(dict)
         for place in places:
             ticket = place.ticket()
-            ring = self._find(ticket)
-            if ring is None:
-                elsewhere[place.row][place.identity] = place
-                continue
+            pin = partial(SharedRingBuffer.read_raw, ticket=ticket, rank=place.row)
             try:
-                lease = ring.read_raw(ticket, place.row)
+                lease = through(self._attached.find, ticket, pin)
             except TransportError as error:
                 raise UnreadValue(place, error) from error
+            if lease is None:
+                elsewhere[place.row][place.identity] = place
+                continue
             with lease:
                 use(place, lease.view)
         for rank, some in elsewhere.items():
@@ -70,15 +70,9 @@ class Reader:
     def free(self, place: Place) -> None:
         """This sample of the slot is cleared. A ring that is gone needs no such word."""
         ticket = place.ticket()
-        ring = self._find(ticket)
-        if ring is not None:
-            ring.acknowledge(ticket, place.row)
-        elif place.address:
+        freed = through(self._attached.find, ticket, lambda ring: ring.acknowledge(ticket, place.row))
+        if freed is None and place.address:
             self._remote().ack(ticket, place.row)
-
-    def _find(self, ticket: Ticket) -> SharedRingBuffer | None:
-        with self._lock:
-            return self._mapped.find(ticket)
 
     def _remote(self) -> BlockingClient:
         with self._lock:
@@ -91,7 +85,7 @@ class Reader:
     def close(self) -> None:
         """Detach and disconnect."""
         client, self._client = self._client, None
-        self._mapped.close()
+        self._attached.close(but_lent=True)
         if client is not None:
             client.close()
 
