@@ -40,15 +40,13 @@ TESTS: dict[str, dict[str, list[str]]] = {
             "test_what_a_killed_writer_was_writing_was_never_there_and_its_slot_is_free_again"
         ],
     },
-    "a rollout worker is killed later": {
-        "guarantees/test_writers.py": ["test_what_a_killed_writer_had_written_is_consumed"],
+    "a rollout worker is killed later, also with its supervisor": {
+        "guarantees/test_writers.py": [
+            "test_what_a_killed_writer_had_written_is_consumed",
+            "test_what_writer_and_supervisor_that_are_killed_together_had_written_is_consumed",
+        ],
         "server/test_supervisor_writers.py": [
             "test_what_nobody_reads_of_a_killed_writer_vanishes_after_the_linger_time"
-        ],
-    },
-    "a rollout worker and its supervisor are killed together": {
-        "guarantees/test_writers.py": [
-            "test_what_writer_and_supervisor_that_are_killed_together_had_written_is_consumed"
         ],
     },
     "a restarted rollout worker takes its ring over, and its setup fails": {
