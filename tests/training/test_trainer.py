@@ -150,7 +150,8 @@ def test_a_payload_of_a_batch_is_one_as_a_read_brings_it(ring: SharedRingBuffer,
             assert type(copied) is dict and copied["obs"].tolist() == [[3.0, 3.0]] * 4 and copied["step"] == 3
         with pytest.raises(UsageError, match="batch"):
             payload.ack()
-        payload.release()
+        with payload as same:  # whose end is not the batch's
+            assert same["step"] == 3
         batch.consume()
         assert batch.accepted.all()
 

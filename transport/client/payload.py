@@ -29,6 +29,9 @@ class Payload(Mapping[str, Any]):
     str, bytes are bytes, and a value is what was written; each is made when somebody looks, and `PayloadDamagedError`
     says that its bytes are none.
 
+    The end of a ``with`` acknowledges a payload that was read, unless an exception ends it; one of a batch ends with
+    the batch.
+
     The arrays keep their memory: a pooled buffer is returned, and a slot of a mapped ring is free, when the last array
     is released. `copy.copy`, `copy.deepcopy` and `pickle` make a dict of arrays and values of it, with memory of their
     own.
@@ -143,8 +146,6 @@ class Payload(Mapping[str, Any]):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
-        if kind is None:
-            self.ack()
         self.release()
 
 
@@ -230,6 +231,11 @@ class ReadPayload(Payload):
         """Drop the references to the memory. Arrays that the caller holds stay valid. Idempotent."""
         self._data = None
         self._fields = None
+
+    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+        if kind is None:
+            self.ack()
+        self.release()
 
 
 def no_field(name: str, fields: Iterable[str]) -> KeyError:
