@@ -79,14 +79,18 @@ def size(
         unfinished=unfinished,
         ahead=ahead,
     )
+    age = (
+        f"up to {math.ceil(result.steps)} batches or steps: where max_age is less, give fewer slots or --ahead"
+        if ahead is None
+        else f"about {ahead} steps, by Rollout(ahead={ahead}): where max_age is less, give a smaller one"
+    )
     text = (
         f"slots      {result.slots} of {result.slot_bytes} bytes: {result.explanation}\n"
         f"ring       {result.ring_bytes / 2**20:.1f} MiB of /dev/shm: the slots in whole pages, 2.4 KiB for each "
         "one's ticket and claims, and 0.4 MiB for the ring\n"
         f"host       {count(rings, 'ring')}, {result.host_bytes / 2**20:.0f} MiB with a fifth in reserve: "
         f"--shm-size={(result.host_bytes + (1 << 20) - 1) >> 20}m\n"
-        f"age        payloads wait up to {math.ceil(result.steps)} batches or steps: where "
-        "max_age is less, give fewer slots\n"
+        f"age        payloads wait {age}\n"
         f"traffic    {result.bytes_per_s / 1e6:.1f} MB/s leave the host\n"
         f"check      transport doctor --ring {result.host_bytes}"
     )

@@ -98,7 +98,7 @@ def sized(
             + (
                 f"+ {stalled:.1f} during a stall of {stall_s:g} s + 2 × {max(batch, 1)} of a batch and its prefetch"
                 if ahead is None
-                else f"+ {batches} × {max(batch, 1)} of a batch and what may wait"
+                else f"+ {batches} × {max(batch, 1)} of the steps that may wait ({ahead}) and one that is written"
             )
             + (f" + {unfinished} × {samples} of groups that are not complete" if unfinished else "")
         ),
