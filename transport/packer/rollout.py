@@ -100,7 +100,7 @@ class UCXXRolloutMixin(WithBlock):
             ahead: how many training steps may wait in the rings when this rollout begins a group: behind the last
                 sample of one, `write` waits until there are no more, so that what is sampled next is trained on before
                 it is too old. Of a run with a directory, or of this host; None: no limit.
-            mode: of the server, see `UCXXServer`.
+            mode: of the server, see `UCXXServer`; "thread" is for tests.
             ring, server: further choices, for example ``server=ServerOptions(ports=(7001, 7002))``.
                 What these leave out of settings, addresses, wires and secret is the operator's configuration
                 (config.py), which may also turn on metrics.

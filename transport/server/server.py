@@ -2,7 +2,8 @@
 
 Two modes. "process" (default): a supervisor process with one listener process per port. The rollout worker's GIL and
 crashes do not affect them, and its published payloads stay readable for ``linger_s`` after it ended.
-"thread": one listener per port on one loop in a thread of this process, for tests and small uses.
+"thread": one listener per port on one loop in a thread of this process, for tests and the examples of the
+documentation: it starts sooner, a fault of UCX ends the process, and nobody serves what is unread then.
 """
 
 from __future__ import annotations
