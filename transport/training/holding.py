@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -35,6 +35,7 @@ Delivery = tuple[str, int, int]
 """Ring id, slot and generation of a payload."""
 
 _CONSUMED = int(Verdict.CONSUMED)
+_CROWDED: Final = 0.75  # of a ring's slots, held by groups that wait: a warning says so
 
 
 @hiding("note")
@@ -233,6 +234,14 @@ class Holding:
     def held_by_ring(self) -> Counter[str]:
         """How many claims of each ring are held; `FoundRings.slots` has how many slots it has."""
         return Counter(ring for ring, _, _ in self._held)
+
+    def all_written(self) -> bool:
+        """Return whether no rollout writes any more, and the rings have only what is held."""
+        return self._rings.all_written(self.held_by_ring())
+
+    def crowded(self) -> list[str]:
+        """Return a sentence for each ring whose slots are nearly all held for what is not complete."""
+        return self._rings.crowded(_CROWDED)
 
     def close(self) -> None:
         """Give back what is held and not asked about, uncounted. Idempotent."""

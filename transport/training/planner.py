@@ -64,7 +64,6 @@ class StepTerms(msgspec.Struct, frozen=True, kw_only=True):
         dropped: function of a group that no step gets, and the reason; called in the planner's thread.
         stale: what becomes of a group with a sample that is older than the trainer's ``max_age``.
         tail: what becomes of the last groups, where they are fewer than ``groups``.
-        expected_rollouts: how many rollouts have to end before the data has ended; None: those that were seen.
     """
 
     groups: int
@@ -75,7 +74,6 @@ class StepTerms(msgspec.Struct, frozen=True, kw_only=True):
     dropped: Callable[[Group, Reason], object] | None = None
     stale: Literal["drop", "keep", "return"] = "drop"
     tail: Literal["drop", "short"] = "short"
-    expected_rollouts: int | None = None
 
 
 class Planner:
@@ -86,11 +84,9 @@ class Planner:
         rank: of the readers that the mesh is, among those of each payload.
         oldest: gives the version below which a group is stale, at the moment; None: none is.
         fits: raises for a ticket that the trainer cannot lay out.
-        crowded: gives sentences about rings whose slots are nearly all held.
         lead: tells rollouts how many steps wait.
         learned: what the model of this rank has.
         counts: of the trainer.
-        ended: tells whether no rollout writes any more, and the rings have only what is held, so much of each.
     """
 
     def __init__(
@@ -103,8 +99,6 @@ class Planner:
         rank: int,
         oldest: Callable[[], int | None],
         fits: Callable[[Ticket], object],
-        ended: Callable[[Mapping[str, int]], bool],
-        crowded: Callable[[], Sequence[str]],
         lead: LeadSaid,
         learned: Learned,
         counts: StepCounts,
@@ -118,8 +112,6 @@ class Planner:
         self._fits = fits
         self._model = learned
         self._learned = learned.copied()  # and what it saw consumed
-        self._ended = ended
-        self._crowded = crowded
         self._lead = lead
         self._counts = counts
         self._assembly = Assembly(timeout_s=terms.group_timeout_s, short=terms.incomplete == "short")
@@ -184,7 +176,7 @@ class Planner:
 
     def _turn(self) -> None:
         self._look_at_steps()
-        written = self._ended(Counter(ring for ring, *_ in self._holding.deliveries))  # before the look at what came
+        written = self._holding.all_written()  # before the look at what came
         if lost := self._holding.lost():
             self._assembly.lose(lost)
             self._decided = True
@@ -512,7 +504,7 @@ class Planner:
             f": {named}" if named else "",
             ", …" if len(waits) > 5 else "",
             steps if self._steps else "",
-            "".join(f"; {each}" for each in self._crowded()),
+            "".join(f"; {each}" for each in self._holding.crowded()),
         )
 
     def waiting(self) -> Mapping[str, int]:

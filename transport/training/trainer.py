@@ -88,7 +88,6 @@ log = logging.getLogger(__name__)
 _CLIENT: Final = ClientOptions()
 _SLICE_S: Final = 0.25  # of a wait for payloads, after which the end of the data is looked for
 _FILL_S: Final = 1.0
-_CROWDED: Final = 0.75  # of a ring's slots, held by groups that wait: a warning says so
 _UNANSWERED: Final = 2  # batches whose `consume` has no answer yet, beside the one that is taken
 _ORIGIN: Final = ORIGIN.encode()
 _CONTEXT: Final = spans.CONTEXT.encode()
@@ -465,8 +464,6 @@ class Trainer:
             rank=self._rank,
             oldest=partial(_oldest, self._learned, self._max_age),
             fits=partial(_check_fit, self._schema, self._schemas),
-            ended=self._holds.all_written,
-            crowded=partial(self._holds.crowded, _CROWDED),
             lead=LeadSaid(self.rings, self._rank),
             learned=self._learned,
             counts=self._counts,
