@@ -227,6 +227,10 @@ def _used_at_once() -> None:
     Takers.answered = answered  # type: ignore[method-assign]
 
 
+def _none(*_: Any) -> list[Any]:
+    return []
+
+
 def _lease_for_ever() -> None:
     original = Tickets.claim
 
@@ -309,6 +313,11 @@ PLANTS = {
         RINGS,
     ),
     "never-renewed": Plant("a trainer that lives does not say so", _never_renewed, RINGS._replace(step_s=50.0)),
+    "never-taken-back": Plant(
+        "demands stand although no room is left for them",
+        _set(Takers, "_take_back", _none),
+        RINGS._replace(step_s=50.0),
+    ),
     "used-at-once": Plant("what comes counts as used before the trainer has looked at it", _used_at_once, MUCH),
     "lease-for-ever": Plant("claims of a trainer that died do not end", _lease_for_ever),
     "unreachable-is-forgotten": Plant("acknowledgements that cannot be sent are dropped", _unreachable_is_forgotten),

@@ -27,6 +27,7 @@ PLANTED = [
     "never-lost",
     "never-opened-again",
     "never-renewed",
+    "never-taken-back",
     "out-of-reach-is-refused",
     "quarantine-for-ever",
     "questions-dropped",
