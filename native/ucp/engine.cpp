@@ -113,9 +113,11 @@ bool Engine::drive(std::int64_t spin_most_ns) {
   armed_ = false;
   if (!postponed_.empty()) close_postponed(entered);
   std::int64_t now = entered;
+  bool armed = false;
   for (unsigned busy = 0;;) {
     const unsigned did = progress();
     if (did != 0) {
+      armed = false;
       now = now_ns();
       if (asleep_) {  // would waiting for it have paid?
         const std::int64_t waited = now - active_ns_;
@@ -129,18 +131,18 @@ bool Engine::drive(std::int64_t spin_most_ns) {
       if (now - entered > (events_.empty() ? kLongestTurnNs : kGatherNs)) return false;
       continue;
     }
+    if (armed) return asleep_ = armed_ = true;
     if (!events_.empty() && (expected || expecting != 0)) return false;  // more is asked soon, and a spin may pay
     now = now_ns();
     if (expecting != 0 && now - active_ns_ < std::min(spin_ns_, spin_most_ns)) {
       relax();
       continue;
     }
-    const ucs_status_t armed = ucp_worker_arm(worker_);
-    if (armed == UCS_OK) {
-      asleep_ = armed_ = true;
-      return true;
-    }
-    if (armed != UCS_ERR_BUSY) throw UcxFault(armed, "arming the worker's descriptor");
+    const ucs_status_t status = ucp_worker_arm(worker_);
+    // Verbs tell of what comes after the arming alone: of what came between the last look and it, the next look does.
+    armed = status == UCS_OK;
+    if (armed) continue;
+    if (status != UCS_ERR_BUSY) throw UcxFault(status, "arming the worker's descriptor");
     // Something has just come. Where progress finds nothing of it, it may be waiting for the loop's other work.
     if (++busy == 2) return false;
   }
