@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import shlex
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from helpers import eventually
+from helpers import PATIENCE_S, eventually
 
 HERE, THERE = "10.77.0.1", "10.77.0.2"
 HERE_TOO, THERE_TOO = "10.78.0.1", "10.78.0.2"  # on the link of commands
@@ -83,6 +84,8 @@ class Dying:
 
     def _told(self, word: str) -> None:
         assert self._process.stdout is not None
+        ready, *_ = select.select([self._process.stdout], [], [], PATIENCE_S)
+        assert ready, f"it is not {word}: less was sent than it was to die after"
         assert self._process.stdout.readline().strip() == word
 
     def wait(self) -> None:

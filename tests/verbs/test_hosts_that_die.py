@@ -63,6 +63,7 @@ def test_a_read_ends_when_the_host_of_its_server_dies(there: SecondGuest) -> Non
         with Dying(there, after=BEGUN) as dying:
             with pytest.raises(TransportError) as ended:
                 client.read(ticket, timeout=NEVER_S)
+            print(f"the read ended with {ended.value}")
             dying.wait()
         assert not isinstance(ended.value, DeadlineExceededError)
 

@@ -17,11 +17,11 @@ sys.path.insert(
     1, str(Path(__file__).resolve().parents[1])
 )  # beside the folder of this file, for debian_root and others
 
-from guests import Guest, accelerator, two_guests
-from tree import make_tree
+from guests import COUNTED, Guest, accelerator, two_guests
+from tree import make_floor, make_tree
 
 # Without KVM a guest is a tenth as fast as its host, which others may use as well.
-PATIENCE = {"kvm": 1, "tcg": 10}
+PATIENCE = {"kvm": 1, "tcg": 10, COUNTED: 10}
 WATCHDOG_S = 120  # as in pyproject.toml
 # What runs, with the wires that clients of the tests may use: what moves bytes, breaks while they move, or ends with a
 # process. What shows the same over every wire (supervisors, strangers, arguments, the phases of an update) is left to
@@ -40,33 +40,39 @@ FEW = {"rdma": ["tests/client/test_client.py", f"{_CROSSING}[from there-auto]", 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--short", action="store_true", help="few of the tests")
+    parser.add_argument("--counted", action="store_true", help="guests whose clocks count instructions, for figures")
     parser.add_argument("--shell", action="store_true", help="a shell in the first guest")
     parser.add_argument("command", nargs="*", help="in place of the tests")
     options = parser.parse_args()
     begun = time.monotonic()
     make_tree()
+    if options.counted:
+        make_floor()
+    kind = COUNTED if options.counted else accelerator()
     print(f"{time.monotonic() - begun:6.0f} s  the machine is made", flush=True)
-    with two_guests() as (first, _):
-        print(f"{time.monotonic() - begun:6.0f} s  two guests are up ({accelerator()})", flush=True)
+    with two_guests(kind) as (first, _):
+        print(f"{time.monotonic() - begun:6.0f} s  two guests are up ({kind})", flush=True)
         if options.shell or options.command:
             line = shlex.join(options.command) or "bash -i"
-            return subprocess.run(in_environment(first, line, "rdma", terminal=options.shell)).returncode
+            return subprocess.run(
+                in_environment(first, line, PATIENCE[kind], "rdma", terminal=options.shell)
+            ).returncode
         status = 0
         for wires, paths in (FEW if options.short else ALL).items():
-            watchdog_s = WATCHDOG_S * PATIENCE[accelerator()]
+            watchdog_s = WATCHDOG_S * PATIENCE[kind]
             times = ["-o", f"timeout={watchdog_s}", "-o", f"faulthandler_timeout={watchdog_s - 20}"]
-            words = ["python", "-m", "pytest", "--verbs", "--durations=10", *times, *paths]
-            status |= subprocess.run(in_environment(first, shlex.join(words), wires)).returncode
+            words = ["python", "-m", "pytest", "--verbs", "-v", "--durations=10", *times, *paths]
+            status |= subprocess.run(in_environment(first, shlex.join(words), PATIENCE[kind], wires)).returncode
             print(f"{time.monotonic() - begun:6.0f} s  wires {wires}: {(status and 'failed') or 'passed'}", flush=True)
     return status
 
 
-def in_environment(guest: Guest, line: str, wires: str, *, terminal: bool = False) -> list[str]:
+def in_environment(guest: Guest, line: str, patience: int, wires: str, *, terminal: bool = False) -> list[str]:
     """The command that runs a line of shell in a guest, with the variables of the tests."""
     variables = {
         "PATH": "/checkout/.venv/bin:$PATH",
         "LANG": "C.UTF-8",
-        "TEST_PATIENCE": str(PATIENCE[accelerator()]),
+        "TEST_PATIENCE": str(patience),
         "TEST_WIRES": wires,
     }
     command = guest.command("env " + " ".join(f'{name}="{value}"' for name, value in variables.items()) + f" {line}")

@@ -105,6 +105,12 @@ def make_tree() -> None:
     tree.once("the guests' UCX with verbs", 60, f"cd {CHECKOUT}\n{_UCX}")
 
 
+def make_floor() -> None:
+    """Build the program that benchmarks/rdma.py compares with: its build takes an hour in a guest that is emulated."""
+    line = ".venv/bin/python -c 'from benchmarks.peers import floor; floor.program()'"
+    Tree(Debian(SUITE, TREE)).run("the floor of reads", 60, line, str(CHECKOUT))
+
+
 def copy_checkout() -> None:
     """Copy what is not made here, with the times of files, which make compares; and remove what is no more."""
     there = TREE / CHECKOUT.relative_to("/")
