@@ -84,7 +84,7 @@ class Job:
         self._run = run
         self.victim = VICTIMS[seed % len(VICTIMS)]
         self._redis_end = self._choose.choice(REDIS_ENDS)
-        self._prefix = f"/transport-job-{run}-{seed}"
+        self._prefix = f"job-{run}-{seed}"
         self.name = f"seed {seed}, Redis {self._redis_end.name}, stopped {self.victim or 'nobody'}"
         self.log = folder / f"job-{seed}.log"
         self._stopped = 0
@@ -184,7 +184,7 @@ class Job:
         return all(ended) and not self._members()
 
     def _segments(self) -> list[str]:
-        return [path.name for path in Path("/dev/shm").glob(f"{self._prefix.lstrip('/')}-*")]
+        return [path.name for path in Path("/dev/shm").glob(f"transport-*{self._prefix}-*")]  # behind the run's own name
 
     def abandon(self) -> None:
         """End whatever is there."""
