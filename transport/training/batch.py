@@ -118,7 +118,7 @@ class Batch(Payloads):
             self._book.unanswered.append(self)
         self._state = "asked"
         if None not in answers:
-            _ = self.accepted
+            self.settle()
         if self.claimed_in is not None:
             spans.ended("transport.consume", begun, links=spans.links_to(self.claimed_in), payloads=len(self))
 
@@ -135,16 +135,22 @@ class Batch(Payloads):
         UsageError before `consume`.
         """
         if self._state == "asked":
-            for at, part in enumerate(self.parts):
-                if isinstance(part, TakenPart):
-                    self._answers[at] = part.consumption()
-            verdicts = np.frombuffer(b"".join(filter(None, self._answers)), np.bool_)
-            self._book.consumed(self, verdicts)
-            self._verdicts = verdicts
-            self._state = "consumed" if verdicts.all() or not self.in_question.any() else "in question"
-        elif self._state not in ("consumed", "in question"):
+            self.settle()
+        if self._state not in ("consumed", "in question"):
             raise UsageError(f"accepted of a batch that is {self._state}: consume() it first")
         return self._verdicts
+
+    def settle(self) -> None:
+        """Wait for the answers of the rings that were asked."""
+        if self._state != "asked":
+            return
+        for at, part in enumerate(self.parts):
+            if isinstance(part, TakenPart):
+                self._answers[at] = part.consumption()
+        verdicts = np.frombuffer(b"".join(filter(None, self._answers)), np.bool_)
+        self._book.consumed(self, verdicts)
+        self._verdicts = verdicts
+        self._state = "consumed" if verdicts.all() or not self.in_question.any() else "in question"
 
     @property
     def in_question(self) -> npt.NDArray[np.bool_]:
@@ -175,11 +181,6 @@ class Batch(Payloads):
         else:
             self.settle()
         self._let_go()
-
-    def settle(self) -> None:
-        """Wait for the answers of the rings that were asked."""
-        if self._state == "asked":
-            _ = self.accepted
 
     def let_go_of_slots(self) -> None:
         """Let consumed payloads of mapped rings go: their slots are free when no array looks into them."""

@@ -267,7 +267,7 @@ class Trainer:
             return batch
 
     def _take(self, n: int, give_up: float, fill_s: float) -> Batch | None:
-        oldest = _oldest(self._learned, self._max_age)
+        oldest = None if self._max_age is None else _oldest(self._learned, self._max_age)
         left = n
         parts: list[Claimed] = []
         full_by = 0.0
