@@ -184,7 +184,8 @@ class Job:
         return all(ended) and not self._members()
 
     def _segments(self) -> list[str]:
-        return [path.name for path in Path("/dev/shm").glob(f"transport-*{self._prefix}-*")]  # behind the run's own name
+        # Behind "transport-" stands the name that the directory gave the run.
+        return [path.name for path in Path("/dev/shm").glob(f"transport-*{self._prefix}-*")]
 
     def abandon(self) -> None:
         """End whatever is there."""
