@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cooldown_runs import CLIENTS, MODEL, Run, passing, save
+from cooldown_runs import CLIENTS, MODEL, JumpingLoopTime, Run, passing, save
 from helpers import PATIENCE_S, Child, asynchronous, until
 from redis_server import needs_redis, redis_server
 
@@ -415,6 +415,40 @@ async def test_a_client_whose_coordinator_is_silent_learns_it(cooling: Run) -> N
     await cooling.host().open(7)
     with pytest.raises(CoordinatorLostError, match="a new coordinator can resume the epoch"):
         await cooling.client("c", patience_s=0.1).cooldown(7)
+
+
+@asynchronous
+async def test_a_client_is_patient_from_the_last_change_of_the_record(
+    cooling: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = JumpingLoopTime()
+    monkeypatch.setattr(client_module, "POLL_S", 0.01)
+    client = cooling.client("a", patience_s=600.0)  # not elected
+    looks: list[Phase | None] = []
+    watch = client._ledger.watch
+
+    def watched(epoch: int, version: int, timeout_s: float) -> tuple[EpochRecord, int]:
+        record, seen = watch(epoch, version, timeout_s)
+        looks.append(record.phase if record is not None and seen == version else None)
+        return record, seen
+
+    async def unchanged(phase: Phase) -> None:
+        """Two looks from now on at a record that is as it was: the first may have begun before."""
+        enough = looks.count(phase) + 2
+        await until(lambda: taking.done() or looks.count(phase) >= enough)
+
+    monkeypatch.setattr(client._ledger, "watch", watched)
+    host = cooling.host()
+    await host.open(7)
+    taking = asyncio.create_task(client.cooldown(7))
+    await unchanged(Phase.TRAINING)
+    clock.jump(400.0)
+    leading = asyncio.create_task(host.cooldown(7, 1, CLIENTS))
+    await unchanged(Phase.COOLDOWN)
+    clock.jump(400.0)
+    await unchanged(Phase.COOLDOWN)
+    assert (await passing(cooling, leading)).outcome is Outcome.TIMED_OUT
+    assert (await taking).part is Part.NOT_ELECTED
 
 
 @asynchronous

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cooldown_runs import passing
+from cooldown_runs import JumpingLoopTime, passing
 from helpers import PATIENCE_S, asynchronous, until
 from sharded_runs import HOSTS, MODEL, ShardedRun, write
 
@@ -50,6 +50,45 @@ async def test_another_member_of_the_host_uploads_the_share_of_a_silent_one(job:
     assert parts[first] is Part.SKIPPED
     assert Part.WON in {part for name, part in parts.items() if HOSTS[name] == "a"}
     job.check_restored(7)
+
+
+@asynchronous
+async def test_no_other_member_uploads_a_share_while_its_upload_moves(
+    job: ShardedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = JumpingLoopTime()
+    monkeypatch.setattr(sharded, "POLL_S", 0.01)  # of a stand-in's looks
+    leading = await job.leading(HOSTS)
+    await until(lambda: job.record(7).phase is Phase.COOLDOWN)
+    first, stands_in, *_ = turns(job.record(7), "a", 0)
+    # The first one's upload is what the test says of it.
+    members = {name: job.member(name, takeover_s=600.0, patience_s=1e6, skip_upload=name == first) for name in HOSTS}
+    looks: list[int] = []
+    missing = members[stands_in]._missing
+
+    def looked(record: Any, host: str) -> Any:
+        found = missing(record, host)
+        if 0 in found[0]:
+            looks.append(found[1].get(0, 0))
+        return found
+
+    async def seen() -> None:
+        """Two looks from now on: the first may have begun before."""
+        enough = len(looks) + 2
+        await until(lambda: len(looks) >= enough or work.done() or stands_in in job.uploads())
+
+    monkeypatch.setattr(members[stands_in], "_missing", looked)
+    work = asyncio.gather(leading, *(member.cooldown(7) for member in members.values()))
+    await seen()
+    for moved in range(3):
+        clock.jump(400.0)
+        job.ledger.beat(7, "a", 0, moved)
+        await seen()
+        assert stands_in not in job.uploads()
+    for _ in range(2):
+        clock.jump(400.0)
+    assert (await work)[0].outcome is Outcome.CHECKPOINTED
+    assert stands_in in job.uploads()
 
 
 @asynchronous

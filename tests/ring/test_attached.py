@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import numpy as np
@@ -10,8 +11,9 @@ from helpers import Child, noise
 
 from transport import BlockingClient, SharedRingBuffer, Ticket
 from transport.claims.open import given_rings
-from transport.errors import ClosedError
+from transport.errors import ClosedError, NoOwnerError
 from transport.ring.attached import AttachedRings, through
+from transport.ring.buffer import attached_reader
 
 WRITER = """
 import sys
@@ -103,3 +105,15 @@ def test_a_run_claims_through_the_attachment_that_its_clients_reads_have_made(wr
         rings.hand_out(given)
         [claimed] = rings._here.rings(frozenset())
         assert claimed is read
+
+
+@pytest.mark.parametrize("listeners", [1, 3])
+def test_readers_leave_owner_numbers_to_every_listener_and_a_snapshot(ring: SharedRingBuffer, listeners: int) -> None:
+    ring.native.set_ports([1 + number for number in range(listeners)])
+    with contextlib.ExitStack() as attachments:
+        with pytest.raises(NoOwnerError):
+            while True:
+                attachments.enter_context(attached_reader(ring.name))
+        for _ in range(listeners):
+            attachments.enter_context(SharedRingBuffer.attach(ring.name, role="listener"))
+        attachments.enter_context(SharedRingBuffer.attach(ring.name, role="reader"))  # as a snapshot does

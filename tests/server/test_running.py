@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,9 @@ from loopback import LOOPBACK
 from transport import BlockingClient, SharedRingBuffer, UCXXServer, _ring
 from transport.runtime.forks import unforked
 from transport.runtime.signals import until_stopped
-from transport.server.process import ListenerConfig, is_ending, is_listener
+from transport.runtime.waits import Flag
+from transport.server import running
+from transport.server.process import ListenerConfig, StartReport, is_ending, is_listener
 from transport.server.running import OneThread, Processes
 from transport.settings import Settings
 
@@ -79,6 +82,86 @@ def test_a_server_that_stops_waits_until_killed_listeners_have_left_so_that_the_
     assert [owner.pid for owner in ring.native.owners() if owner.alive] == [os.getpid()]
     ring.close()
     assert ring.name not in _ring.segments()
+
+
+# As a listener looks that hears no SIGTERM.
+_DEAF = """
+import signal, sys
+from transport.ring.attachment import attached
+
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+ring = attached(sys.argv[1], "listener")
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_server_that_stops_kills_a_listener_that_hears_no_sigterm(
+    ring: SharedRingBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "DRAIN_S", 0.0)
+    with subprocess.Popen(
+        [sys.executable, "-c", _DEAF, ring.name, "transport.server.process"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as deaf:
+        try:
+            assert deaf.stdout is not None
+            assert deaf.stdout.readline() == b"ready\n"
+            Processes(ring, config(ring), (0,))._stop_orphans()
+            assert [owner.pid for owner in ring.native.owners() if owner.alive] == [os.getpid()]
+        finally:
+            deaf.kill()
+
+
+class _Pauses(Flag):
+    """The waits of a thread that would restart a supervisor, each over at once; set after so many."""
+
+    __slots__ = ("most", "s")
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most = most
+        self.s: list[float] = []
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        assert timeout_s is not None
+        self.s.append(timeout_s)
+        if len(self.s) == self.most:
+            self.set()
+        return self.is_set
+
+
+class _Failing(Processes):
+    """A supervisor that ends as soon as it is started; its life number ``long`` lasts a minute by the clock."""
+
+    def __init__(self, ring: SharedRingBuffer, starts: int, long: int) -> None:
+        super().__init__(ring, config(ring), (0,))
+        self._stopping = self.pauses = _Pauses(starts)
+        self._long = long
+        self.now = 0.0
+        self._spawn()
+
+    def _spawn(self) -> StartReport:
+        self._process = subprocess.Popen(["false"])
+        if len(self.pauses.s) == self._long:
+            begun = iter([self.now])
+            self.now += 60.0
+            self.clock = lambda: next(begun, self.now)
+        else:
+            self.clock = lambda: self.now
+        return StartReport()
+
+
+def test_a_supervisor_that_ends_again_and_again_is_started_less_often_up_to_a_bound(
+    ring: SharedRingBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = _Failing(ring, starts=24, long=20)
+    monkeypatch.setattr(running, "time", SimpleNamespace(monotonic=lambda: run.clock()))
+    run._watch()
+    pauses = run.pauses.s
+    assert pauses[:20] == sorted(pauses[:20]) and pauses[0] < pauses[1] < pauses[18] == pauses[19]
+    assert pauses[20] == min(pauses) < pauses[21]  # the one before lived long
 
 
 def test_a_process_that_is_gone_or_a_kernel_thread_is_not_ending() -> None:

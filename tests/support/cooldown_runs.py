@@ -46,6 +46,17 @@ class Clock:
         return self.now
 
 
+class JumpingLoopTime:
+    """The running loop's time, which jumps ahead when a test says so."""
+
+    def __init__(self) -> None:
+        self._loop: Any = asyncio.get_running_loop()
+
+    def jump(self, by_s: float) -> None:
+        time = self._loop.time
+        self._loop.time = lambda: time() + by_s
+
+
 class Run:
     """A run's store and destination, and hosts and clients of it."""
 

@@ -190,7 +190,7 @@ def test_a_killed_rollout_has_not_ended_and_another_one_ends_in_its_place(url: s
             assert consume(take(trainer, 1)) == 1
             end(child)
         eventually(lambda: trainer.take(1) is None and trainer.rings.finished(1), "one has ended")
-        assert not trainer.finished()
+        assert not trainer.finished() and not trainer.rings.finished(2)
 
 
 def test_rollouts_at_addresses_are_finished_when_each_has_ended() -> None:

@@ -8,7 +8,8 @@ import secrets
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -19,10 +20,12 @@ import numpy as np
 import pytest
 from claimed import claim_each
 from found_rings import LONG_S, ring_of
-from helpers import eventually
+from helpers import PATIENCE_S, eventually
 
 from transport import Rollout, Schema, SharedRingBuffer, UpTo, open_rings
 from transport.claims.lead import LeadSaid
+from transport.claims.notices import Notice
+from transport.claims.rings import FoundRings
 from transport.errors import ClosedError, ConfigurationError, RankError, SharedMemoryError, UsageError
 from transport.group import end_of, in_group, returned
 from transport.packer.consumed_record import ConsumedRecord
@@ -30,7 +33,7 @@ from transport.store.memory import MemoryStore
 from transport.training import planner
 from transport.training.mesh import Mesh
 from transport.training.planner import Planner
-from transport.training.step_records import StepRecords
+from transport.training.step_records import PlannedPart, PlannedStep, StepRecords
 from transport.training.steps import Step
 from transport.training.trainer import Trainer
 
@@ -279,6 +282,27 @@ def test_a_rollout_hears_the_planner_that_leads_now_and_a_hint_that_fails_ends_n
             back.say(0)
         back.say(0)
         assert rollout.wait_turn(0.0)
+
+
+def test_a_rollout_waits_for_no_planner_that_has_gone(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = threading.Event()
+    latest = FoundRings.latest
+
+    def noted(rings: FoundRings, topic: str, newer_than: int | None = None, timeout_s: float = 0.0) -> Notice | None:
+        if newer_than is not None:
+            waits.set()
+        return latest(rings, topic, newer_than, timeout_s)
+
+    monkeypatch.setattr(FoundRings, "latest", noted)
+    with (
+        Rollout(SCHEMA, f"rings:{prefix}", ahead=1, mode="thread", drain_s=0) as rollout,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        with open_rings(f"rings:{prefix}") as rings:
+            LeadSaid(rings, 0).say(2)
+            turn = pool.submit(rollout.wait_turn, PATIENCE_S)
+            assert waits.wait(PATIENCE_S)
+        assert turn.result()
 
 
 def test_stale_groups_that_are_kept_say_their_age(ring: SharedRingBuffer, prefix: str) -> None:
@@ -743,6 +767,26 @@ def test_a_planner_that_is_started_again_waits_for_no_lease() -> None:
         assert again.lead() and not before.lead() and not other.lead()
         again.leave()
         assert not before.lead() and other.lead()
+
+
+@pytest.mark.parametrize(("learned", "state"), [((), "planned"), ((1,), "go")])
+def test_a_step_that_a_rank_has_learned_is_not_read_again_by_all_when_another_rank_starts_again(
+    learned: Sequence[int], state: str
+) -> None:
+    with MemoryStore() as store:
+        ranks = [StepRecords(store, "mesh", rank, 2, 60.0) for rank in range(2)]
+        assert ranks[0].lead() and ranks[0].plan(PlannedStep(0), [PlannedPart()])
+        for each in ranks:
+            each.has_read(0)
+        for rank in learned:
+            ranks[rank].has_learned(0)
+        again = StepRecords(store, "mesh", 0, 2, 60.0)
+        again.take_back_vote(0)
+        assert again.states([0]) == [state]
+        for each in (again, ranks[1]):
+            each.has_read(0)
+            each.has_learned(0)
+        assert again.states([0]) == ["consumed"]
 
 
 class Renewing(MemoryStore):
