@@ -229,7 +229,7 @@ gpu-wheels: ## what make gpu needs where nothing can be fetched, into build/whee
 	  --dest build/wheels $(GPU_WHEELS)
 	@du -sh build/wheels
 
-lint: $(VENV)/installed ## ruff, mypy, and how docstrings begin
+lint: $(VENV)/installed ## ruff, mypy, how docstrings begin, and names that two classes have
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/python tests/support/words.py

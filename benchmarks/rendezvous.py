@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import typer
 
 from transport.bench.machine import machine
-from transport.bench.result import Report, aligned
+from transport.bench.result import BenchReport, aligned
 from transport.bench.units import parse_numbers
 from transport.cli import run_program
 from transport.cli.output import JsonTarget, about, emit
@@ -158,7 +158,7 @@ def rendezvous(
     where = machine()
     with bar_with_time_left("measuring") as progress:
         rows = measure(numbers, store, progress)
-    report = Report(machine=where, settings={}, rows=rows)
+    report = BenchReport(machine=where, settings={}, rows=rows)
     emit(report, "\n".join([about(report), "", table(rows)]), json_target)
     return 0 if all(row["verified"] for row in rows) else 1
 

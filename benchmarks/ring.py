@@ -25,7 +25,7 @@ import typer
 from transport import _ring
 from transport.bench.machine import machine
 from transport.bench.processes import run_group
-from transport.bench.result import Report, aligned
+from transport.bench.result import BenchReport, aligned
 from transport.bench.units import show_size
 from transport.cli import run_program
 from transport.cli.output import JsonTarget, about, emit
@@ -201,7 +201,7 @@ def ring(
     where = machine()
     with bar_with_time_left("measuring") as progress:
         rows = measure(progress) if files is None else measure_files(progress, files)
-    report = Report(machine=where, settings={}, rows=rows)
+    report = BenchReport(machine=where, settings={}, rows=rows)
     emit(report, "\n".join([about(report), "", table(rows)]), json_target)
 
 

@@ -207,7 +207,7 @@ class Placement(msgspec.Struct, frozen=True):
     absent: bool = False
 
 
-class Layout(msgspec.Struct, frozen=True):
+class PayloadLayout(msgspec.Struct, frozen=True):
     """The placements of all tensors of one payload, in order. `total` is the payload's size in bytes.
 
     `total` is the end of the last tensor: nothing is padded behind it.
@@ -217,7 +217,7 @@ class Layout(msgspec.Struct, frozen=True):
     total: int
 
 
-NOTHING: Final = Layout((), 0)
+NOTHING: Final = PayloadLayout((), 0)
 """The layout of a slot without fields."""
 
 _Row = tuple[str, str, tuple[int, ...], bool]
@@ -331,7 +331,7 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
         lines = [f"transport schema {_VERSION}, alignment {ALIGNMENT}", *map(str, self.tensors)]
         return "".join(f"{line}\n" for line in lines)
 
-    def layout(self, lengths: tuple[int, ...] = ()) -> Layout:
+    def layout(self, lengths: tuple[int, ...] = ()) -> PayloadLayout:
         """The layout of a payload whose ticket has these lengths, in the order of `counted`: see `TensorSpec.count`.
 
         SchemaError when there are not as many lengths as counted tensors, or one is outside 0..maximum.
@@ -351,10 +351,10 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
         return self._place(lengths)
 
     @cached_property
-    def _fixed_layout(self) -> Layout:
+    def _fixed_layout(self) -> PayloadLayout:
         return self._place(())
 
-    def _place(self, lengths: tuple[int, ...]) -> Layout:
+    def _place(self, lengths: tuple[int, ...]) -> PayloadLayout:
         remaining = iter(lengths)
         placements = []
         end = 0
@@ -371,7 +371,7 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
                     shape, unit = (length, *shape), length * unit
             placements.append(Placement(name, dtype, shape, offset, unit, kind))
             end = offset + unit
-        return Layout(tuple(placements), end)
+        return PayloadLayout(tuple(placements), end)
 
     @cached_property
     def _units(self) -> tuple[tuple[str, np.dtype[Any], tuple[int, ...], int, bool, str, bool], ...]:

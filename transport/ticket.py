@@ -28,7 +28,7 @@ import numpy as np
 from transport import _ring
 from transport.errors import RankError, SchemaError, TicketError
 from transport.group import EndOf, GroupOf, ended_group, group_of, users_own
-from transport.schema import MAX_BYTES, MAX_TENSORS, NOTHING, Layout, Placement, Schema
+from transport.schema import MAX_BYTES, MAX_TENSORS, NOTHING, PayloadLayout, Placement, Schema
 
 VERSION: Final = 1
 _ORIGIN_BYTES: Final = 80  # of its name and value, which a restored payload has besides
@@ -195,7 +195,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 f"payload {self.name} was written for ranks 0..{self.readers - 1}, not for rank {rank!r:.40}"
             )
 
-    def layout(self, schema: Schema | None = None) -> Layout:
+    def layout(self, schema: Schema | None = None) -> PayloadLayout:
         """The layout of the payload, by the inline schema or else by `schema`, the reader's own.
 
         SchemaError when there is neither, `schema` has another fingerprint, or lengths or size do not fit it.
@@ -216,7 +216,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """The payload's fields: name, dtype, shape, and how many bytes each has. Arguments and errors: see `layout`."""
         return self.layout(schema).placements
 
-    def _layout_by(self, chosen: Schema) -> Layout:
+    def _layout_by(self, chosen: Schema) -> PayloadLayout:
         if chosen.fingerprint != self.schema_fingerprint:
             raise SchemaError(
                 f"schema mismatch: payload {self.name} was written with schema {self.schema_fingerprint}, "

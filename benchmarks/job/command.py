@@ -70,7 +70,7 @@ def job(
     from benchmarks.peers.registry import JOB_PEERS, chosen
     from transport.bench import session
     from transport.bench.machine import machine, settings_of
-    from transport.bench.result import OURS, Report
+    from transport.bench.result import OURS, BenchReport
     from transport.bench.units import parse_sizes
     from transport.runtime.progress import bar_with_time_left
 
@@ -87,7 +87,7 @@ def job(
     where = machine()
     with _stopped_as_by_ctrl_c(), bar_with_time_left(_NAME) as progress:
         outcome = session.run(work, repetitions, progress, lambda case: driver.measure(case, seconds), JobRow.of)
-    report = Report(machine=where, settings={each: settings_of(each) for each in wires}, **outcome._asdict())
+    report = BenchReport(machine=where, settings={each: settings_of(each) for each in wires}, **outcome._asdict())
     emit(report, "\n".join([about(report), "", table(report)]), json_target)
     if plot is not None and outcome.rows:
         draw_job(report, plot)
@@ -108,7 +108,7 @@ def _trajectories(
     from benchmarks.job.trajectory_rows import PEERS, run, table
     from benchmarks.peers.registry import JOB_PEERS, chosen
     from transport.bench.machine import machine, settings_of
-    from transport.bench.result import Report
+    from transport.bench.result import BenchReport
     from transport.runtime.progress import bar_with_time_left
 
     others = [] if peers is None else chosen(",".join(PEERS) if peers == "all" else peers, JOB_PEERS)
@@ -116,7 +116,7 @@ def _trajectories(
     where = machine()
     with _stopped_as_by_ctrl_c(), bar_with_time_left(_NAME) as progress:
         outcome = run(wires, others, seconds, batch, repetitions, progress)
-    report = Report(machine=where, settings={each: settings_of(each) for each in wires}, **outcome._asdict())
+    report = BenchReport(machine=where, settings={each: settings_of(each) for each in wires}, **outcome._asdict())
     emit(report, "\n".join([about(report), "", table(report)]), json_target)
     return status_of(_NAME, causes(outcome.failed))
 

@@ -9,7 +9,7 @@ import msgspec
 
 from benchmarks.job.driver import JobSample
 from benchmarks.job.plan import JobCase
-from transport.bench.result import OURS, Report, aligned
+from transport.bench.result import OURS, BenchReport, aligned
 from transport.bench.units import show_size
 
 
@@ -85,7 +85,7 @@ class JobRow(msgspec.Struct, frozen=True, kw_only=True):
 _HEADINGS = ("", "payloads/s", "least to most", "GB/s", "ms p50", "ms p99", "CPU µs", "beside µs", "lost", "twice")
 
 
-def table(report: Report) -> str:
+def table(report: BenchReport) -> str:
     """By size, fastest first, and below it what ours are to each peer."""
     lines = []
     for size in sorted({row.size_bytes for row in report.rows}):

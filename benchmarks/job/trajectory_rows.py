@@ -16,8 +16,8 @@ from benchmarks.job.trajectories import TOKENS, Sample
 from benchmarks.peers.registry import JOB_PEERS, JOB_SCRIPTS, Peer, interpreter
 from transport.bench import session
 from transport.bench.processes import run_group
-from transport.bench.result import OURS, Report, aligned
-from transport.bench.session import Outcome
+from transport.bench.result import OURS, BenchReport, aligned
+from transport.bench.session import SessionOutcome
 from transport.client.blocking import BlockingClient
 from transport.errors import LinkError, UsageError
 from transport.ring.buffer import SharedRingBuffer
@@ -158,7 +158,7 @@ def _theirs(peer: Peer, seconds: float, batch: int) -> _Figures:
 
 def run(
     wires: Sequence[Wire], peers: Sequence[Peer], seconds: float, batch: int, repetitions: int, progress: Progress
-) -> Outcome:
+) -> SessionOutcome:
     """Ours over each wire, and the peers; the best repetition of each figure."""
     if strange := [peer.name for peer in peers if peer.name not in PEERS]:
         raise UsageError(f"--payload trajectory knows the peers {', '.join(PEERS)}; leave out {', '.join(strange)}")
@@ -183,7 +183,7 @@ def run(
     return session.run(cases, repetitions, progress, measure, row)
 
 
-def table(report: Report) -> str:
+def table(report: BenchReport) -> str:
     """The rows, with ours as multiples of the peer's."""
     lines: list[tuple[str, ...]] = [("", "wire", "put, µs", "get of two fields, µs", "whole job, µs", "payloads/s")]
     theirs = next((row for row in report.rows if row.peer != OURS), None)

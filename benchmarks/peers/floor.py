@@ -16,7 +16,7 @@ import msgspec
 from benchmarks.peers.programs import build
 from transport.bench.machine import settings_of
 from transport.bench.processes import run_group
-from transport.bench.result import Case, Sample
+from transport.bench.result import Case, Timing
 from transport.errors import LinkError, MissingDependencyError
 from transport.runtime.installing import install
 from transport.wire import library as ucx
@@ -50,7 +50,7 @@ def _library() -> Path:
     return path.parent
 
 
-def measure(case: Case, seconds: float, run: Callable[..., bytes] = run_group) -> Sample:
+def measure(case: Case, seconds: float, run: Callable[..., bytes] = run_group) -> Timing:
     """One repetition, in fresh processes.
 
     Raises:
@@ -64,6 +64,6 @@ def measure(case: Case, seconds: float, run: Callable[..., bytes] = run_group) -
     environment["LD_LIBRARY_PATH"] = str(_library())
     output = run([str(program()), *map(str, numbers)], environment, _TIMEOUT_S + 4 * seconds)
     try:
-        return msgspec.json.decode(output, type=Sample)
+        return msgspec.json.decode(output, type=Timing)
     except msgspec.MsgspecError as error:
         raise LinkError(f"{_NAME} printed no results: {error}") from error

@@ -11,7 +11,7 @@ from benchmarks.peers import floor
 from benchmarks.peers.registry import FLOOR, PEERS, SCRIPTS, Peer, interpreter, library_path
 from transport.bench.processes import run_group
 from transport.bench.reads.loopback import slots_for
-from transport.bench.result import Case, Sample
+from transport.bench.result import Case, Timing
 from transport.errors import LinkError
 
 _PEER_TIMEOUT_S = 90.0
@@ -46,12 +46,12 @@ def cases(
     ]
 
 
-def measure(case: Case, seconds: float) -> Sample:
+def measure(case: Case, seconds: float) -> Timing:
     """Run one repetition of a peer's case, in fresh processes."""
     return floor.measure(case, seconds) if case.peer == FLOOR else _measured(PEERS[case.peer], case, seconds)
 
 
-def _measured(peer: Peer, case: Case, seconds: float) -> Sample:
+def _measured(peer: Peer, case: Case, seconds: float) -> Timing:
     numbers = (case.size_bytes, case.concurrency, seconds, case.payloads)
     command = [interpreter(peer), str(SCRIPTS / "harness.py"), str(SCRIPTS / peer.script), *map(str, numbers)]
     environment = dict(peer.variables)
@@ -62,4 +62,4 @@ def _measured(peer: Peer, case: Case, seconds: float) -> Sample:
     lines = [line for line in output.splitlines() if line.startswith(b"{")]
     if not lines:
         raise LinkError("the process printed no results")
-    return msgspec.json.decode(lines[-1], type=Sample)
+    return msgspec.json.decode(lines[-1], type=Timing)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from benchmarks.job.rows import JobRow
 from benchmarks.peers.registry import PEERS
 from transport.bench.reads.loopback import MANY_SMALL
-from transport.bench.result import OURS, Report, Row
+from transport.bench.result import OURS, BenchReport, Row
 from transport.bench.units import show_size
 from transport.errors import MissingDependencyError, UsageError
 from transport.runtime.installing import install
@@ -52,7 +52,7 @@ class _Panel(NamedTuple):
 
 
 # --- what is drawn --------------------------------------------------------------------------------
-def draw_job(report: Report, path: Path) -> None:
+def draw_job(report: BenchReport, path: Path) -> None:
     """The picture of `benchmarks/job`."""
     rows: Sequence[JobRow] = report.rows
     panels = [
@@ -91,7 +91,7 @@ def pictures(rows: Sequence[Row], path: Path) -> dict[Path, list[Row]]:
     return {path.with_name(f"{path.stem}-{name}{path.suffix}"): kept for name, kept in found.items() if kept}
 
 
-def draw_reads(report: Report, path: Path) -> None:
+def draw_reads(report: BenchReport, path: Path) -> None:
     """The pictures of `bench loopback`: what stays on this host, and what a network carries."""
     for target, rows in pictures(report.rows, path).items():
         one, many = min(row.concurrency for row in rows), max(row.concurrency for row in rows)
@@ -134,7 +134,7 @@ def _repetitions(rows: Sequence[Any]) -> str:
     return "one repetition" if number == 1 else f"medians of {number} repetitions"
 
 
-def _caption(report: Report, how: str) -> str:
+def _caption(report: BenchReport, how: str) -> str:
     machine = report.machine
     where = (
         f"{machine['date']}, {machine['cpu']}, {machine['cores']} cores, Linux {machine['kernel']}, Python "

@@ -9,7 +9,7 @@ from store_proxy import FailingStore, Killed
 
 from transport.cooldown.epochs.coordinator import StoredCoordinator
 from transport.cooldown.epochs.ledger import Ledger
-from transport.cooldown.epochs.records import Checkpoint, EpochRecord, Refusal, Report, ReportKind
+from transport.cooldown.epochs.records import Checkpoint, EpochRecord, Refusal, ReportKind, UploadReport
 from transport.cooldown.epochs.records import Phase as EpochPhase
 from transport.errors import StaleRoundError, StoreError, UsageError
 from transport.rendezvous.member_states import State
@@ -132,7 +132,7 @@ class Member:
         record = EpochRecord(run=RUN, epoch=last + 1, destination="", cooldown_s=_COOLDOWN_S, seed=self.world.seed)
         return record.epoch if self.ledger.open(record) else None
 
-    def _verify(self, coordinator: StoredCoordinator, report: Report) -> None:
+    def _verify(self, coordinator: StoredCoordinator, report: UploadReport) -> None:
         chance = self.world.rng.random()
         if chance < 0.2:
             refusal = self.world.rng.choice([Refusal.UNREADABLE, Refusal.WRONG_SIZE])
@@ -150,4 +150,4 @@ class Member:
                 self.reported.add(epoch)
                 kind = self.world.rng.choice([ReportKind.UPLOADED, ReportKind.UPLOADED, ReportKind.FAILED])
                 attempt = f"{self.world.rng.getrandbits(64):016x}"
-                self.ledger.report(Report(run=RUN, epoch=epoch, client=self.name, kind=kind, attempt=attempt))
+                self.ledger.report(UploadReport(run=RUN, epoch=epoch, client=self.name, kind=kind, attempt=attempt))

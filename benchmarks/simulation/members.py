@@ -25,9 +25,9 @@ from plans import Result
 
 from transport.cooldown.epochs.election import checkpointers, elect
 from transport.cooldown.epochs.records import EpochRecord
-from transport.cooldown.epochs.records import Phase as EpochPhase
+from transport.cooldown.epochs.records import RoundPhase as EpochPhase
 from transport.rendezvous.member_states import State
-from transport.rendezvous.records import Phase, Place, Roster, Round, Status
+from transport.rendezvous.records import Place, Roster, Round, RoundPhase, Status
 from transport.rendezvous.rules import Rules
 from transport.store.base import Change
 from transport.store.memory import MemoryStore
@@ -134,7 +134,7 @@ class Members:
 
     def _closed(self) -> bool:
         current = next(iter(self._last.values()), None)
-        return current is not None and current.phase is Phase.CLOSED
+        return current is not None and current.phase is RoundPhase.CLOSED
 
     def meanwhile(self, name: str, ends_epoch: bool = False) -> None:
         """Between what a member has read and what it writes others may step; it may be stopped there for a while.
@@ -219,16 +219,16 @@ class Members:
         self.accounts.note(f"round_{current.phase.value} {current.number} {current.term} {name}")
         before = self._last.get(current.incarnation)
         if before is not None:
-            if before.phase is Phase.CLOSED:
+            if before.phase is RoundPhase.CLOSED:
                 raise Violation(f"{name} goes on with a run that is closed")
             if current.term < before.term or not before.number <= current.number <= before.number + 1:
                 raise Violation(f"{name} writes {current} after {before}")
         self._last[current.incarnation] = current
-        if current.phase is Phase.CLOSED:
+        if current.phase is RoundPhase.CLOSED:
             return
         if self._actors.setdefault((current.incarnation, current.term), name) != name or current.host != name:
             raise Violation(f"{name} acts in term {current.term} of {current.host}")
-        if current.phase is Phase.RUNNING:
+        if current.phase is RoundPhase.RUNNING:
             self._roster(current)
 
     def _roster(self, current: Round) -> None:

@@ -149,8 +149,8 @@ import sys
 from pathlib import Path
 import msgspec
 from benchmarks.peers.plot import check, draw_reads
-from transport.bench.result import Report, Row
-report = msgspec.json.decode(sys.stdin.buffer.read(), type=Report)
+from transport.bench.result import BenchReport, Row
+report = msgspec.json.decode(sys.stdin.buffer.read(), type=BenchReport)
 path = Path(sys.argv[1])
 check(path)
 draw_reads(msgspec.structs.replace(report, rows=[msgspec.convert(row, Row) for row in report.rows]), path)

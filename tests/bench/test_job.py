@@ -19,7 +19,7 @@ from benchmarks.job.plan import JobCase
 from benchmarks.job.rows import JobRow
 from benchmarks.peers import registry
 from transport.bench import session
-from transport.bench.result import Report
+from transport.bench.result import BenchReport
 from transport.errors import LinkError, MissingDependencyError
 from transport.runtime.progress import silent
 
@@ -41,7 +41,7 @@ def sample(rate: float = 100.0, **changed: Any) -> JobSample:
     return JobSample(**{**usual, "lost": 0, "duplicated": 0, **changed})
 
 
-def report(idle: bool = False) -> Report:
+def report(idle: bool = False) -> BenchReport:
     ways = [("transport", "mapped"), ("transport", "tcp"), ("zmq", "tcp"), ("redis", "tcp")]
     rows = [
         JobRow.of(case(peer=peer, wire=wire, size_bytes=size, idle=idle), [sample(100.0 * (1 + at))])
@@ -50,7 +50,7 @@ def report(idle: bool = False) -> Report:
     ]
     about = {"date": "2026-01-01", "cpu": "a", "cores": 2, "kernel": "6", "python": "3", "load": 0.0}
     about["versions"] = {"payload-transport": "1"}
-    return Report(machine=about, settings={}, rows=rows, skipped={"ray": "not installed; run: make bench-peers"})
+    return BenchReport(machine=about, settings={}, rows=rows, skipped={"ray": "not installed; run: make bench-peers"})
 
 
 # --- what is measured, and what is refused --------------------------------------------------------
@@ -118,9 +118,9 @@ from pathlib import Path
 import msgspec
 from benchmarks.job.rows import JobRow
 from benchmarks.peers.plot import draw_job
-from transport.bench.result import Report
+from transport.bench.result import BenchReport
 
-report = msgspec.json.decode(sys.stdin.buffer.read(), type=Report)
+report = msgspec.json.decode(sys.stdin.buffer.read(), type=BenchReport)
 draw_job(msgspec.structs.replace(report, rows=msgspec.convert(report.rows, list[JobRow])), Path(sys.argv[1]))
 """
 

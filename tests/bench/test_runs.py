@@ -15,7 +15,7 @@ from benchmarks.peers import loopback as peers_loopback
 from benchmarks.peers import registry
 from transport.bench import checkout, session
 from transport.bench.reads import loopback
-from transport.bench.result import Case, Row, Sample
+from transport.bench.result import Case, Row, Timing
 from transport.cli import run
 from transport.errors import LinkError, MissingDependencyError
 from transport.runtime.progress import silent
@@ -94,7 +94,7 @@ def test_a_peer_that_fails_is_skipped_with_its_reason(monkeypatch: pytest.Monkey
 def test_our_own_failure_is_reported_and_the_others_go_on(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(_: Case, __: float) -> Sample:
+    def fail(_: Case, __: float) -> Timing:
         raise LinkError("cut off")
 
     monkeypatch.setattr(loopback, "measure", fail)

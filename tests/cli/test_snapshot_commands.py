@@ -18,7 +18,7 @@ from transport.claims.open import open_rings
 from transport.cli import run
 from transport.cooldown import Outcome, Phase
 from transport.cooldown.destinations.folder import Folder
-from transport.cooldown.epochs.manifest import File, Manifest
+from transport.cooldown.epochs.manifest import CheckpointManifest, File
 from transport.cooldown.epochs.records import Checkpoint, EpochRecord, upload_folder
 from transport.cooldown.restoring import outcome_path
 from transport.snapshots import snapshot, steps
@@ -120,7 +120,9 @@ def checkpointed(root: Path, epoch: int, step: int) -> None:
     destination = Folder(root)
     place = upload_folder("grpo", epoch, f"a/{'0' * 16}")
     file = File(name="model", size=1, blocks=("0" * 64,))
-    manifest = Manifest(run="grpo", epoch=epoch, step=step, client="a", attempt="0" * 16, files=(file,)).encode()
+    manifest = CheckpointManifest(
+        run="grpo", epoch=epoch, step=step, client="a", attempt="0" * 16, files=(file,)
+    ).encode()
     destination.put(f"{place}/files/model", b"m")
     destination.put(f"{place}/manifest.json", manifest)
     won = Checkpoint(

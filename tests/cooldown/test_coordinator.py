@@ -23,8 +23,8 @@ from transport.cooldown.epochs.records import (
     Outcome,
     Phase,
     Refusal,
-    Report,
     ReportKind,
+    UploadReport,
 )
 from transport.errors import UsageError
 
@@ -114,7 +114,7 @@ def test_what_is_no_upload_completes_nothing(kind: ReportKind) -> None:
         (report(run="other"), Refusal.OTHER_EPOCH),
     ],
 )
-def test_reports_that_cannot_count_are_refused(wrong: Report, refusal: Refusal) -> None:
+def test_reports_that_cannot_count_are_refused(wrong: UploadReport, refusal: Refusal) -> None:
     machine = in_cooldown()
     assert verify(machine, wrong) == []
     assert machine.record.notes[wrong.client].refusal is refusal
@@ -317,7 +317,7 @@ def test_a_share_that_is_wrong_is_refused_and_the_others_stay() -> None:
     assert verify(machine, second) == [second]
 
 
-def some_report(client: str, attempt: str, kind: ReportKind = ReportKind.UPLOADED, epoch: int = 7) -> Report:
+def some_report(client: str, attempt: str, kind: ReportKind = ReportKind.UPLOADED, epoch: int = 7) -> UploadReport:
     return report(client, attempt * 16, kind, epoch=epoch)
 
 

@@ -17,11 +17,11 @@ from cooldown_runs import restored_though_the_service_died
 from helpers import Child
 from silent_server import silent_server
 
-from transport.cooldown import EpochRecord, Proof, open_destination
+from transport.cooldown import CheckpointProof, EpochRecord, open_destination
 from transport.cooldown import client as client_module
 from transport.cooldown.destinations import base, bucket
 from transport.cooldown.destinations.base import Destination, check_permissions
-from transport.cooldown.epochs.records import Refusal, Report, ReportKind
+from transport.cooldown.epochs.records import Refusal, ReportKind, UploadReport
 from transport.cooldown.upload import Uploaded, upload
 from transport.cooldown.verify import RefusedUpload, verified
 from transport.errors import DestinationError, UploadCancelledError
@@ -85,8 +85,8 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def report(done: Uploaded) -> Report:
-    return Report(
+def report(done: Uploaded) -> UploadReport:
+    return UploadReport(
         run="run", epoch=7, client="a", kind=ReportKind.UPLOADED, attempt=ATTEMPT, manifest_sha256=done.sha256
     )
 
@@ -126,7 +126,7 @@ def test_an_upload_is_proven_by_the_services_checksums_alone(server: Child, plac
     assert verified(place, RECORD, report(done)).files == 2
     server.tell("said")
     assert int(server.line().split()[1]) < 10_000  # the manifest, and no file
-    verified(place, RECORD, report(done), proof=Proof.READ)
+    verified(place, RECORD, report(done), proof=CheckpointProof.READ)
     server.tell("said")
     assert int(server.line().split()[1]) >= 3 << 20
     place.delete(f"run/epoch-000000000007/a/{ATTEMPT}")
@@ -158,7 +158,7 @@ def test_a_throttled_upload_is_slower_and_whole(server: Child, place: Destinatio
     done = upload(model, place, RECORD, "a", ATTEMPT)
     server.tell("said")
     assert server.line().split()[0] == "2"
-    assert verified(place, RECORD, report(done), proof=Proof.READ).files == 2
+    assert verified(place, RECORD, report(done), proof=CheckpointProof.READ).files == 2
 
 
 def test_a_server_that_is_killed_in_the_middle_gets_the_checkpoint_when_it_is_back(

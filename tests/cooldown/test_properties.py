@@ -17,7 +17,15 @@ from transport.cooldown.destinations.folder import Folder
 from transport.cooldown.epochs.coordinator import MOST_GAP_S, StoredCoordinator
 from transport.cooldown.epochs.ledger import Ledger
 from transport.cooldown.epochs.manifest import FILES
-from transport.cooldown.epochs.records import Checkpoint, EpochRecord, Outcome, Phase, Report, ReportKind, upload_folder
+from transport.cooldown.epochs.records import (
+    Checkpoint,
+    EpochRecord,
+    Outcome,
+    Phase,
+    ReportKind,
+    UploadReport,
+    upload_folder,
+)
 from transport.cooldown.restoring import restore
 from transport.cooldown.upload import Stop, Uploaded, remove, upload
 from transport.cooldown.verify import RefusedUpload, verified
@@ -47,8 +55,8 @@ class Cooldowns(RuleBasedStateMachine):
         self.ledger = Ledger(self.store, "run")
         self.uploads: dict[tuple[str, str], Uploaded] = {}
         self.reported: set[tuple[str, str]] = set()
-        self.due: list[Report] = []
-        self.verdicts: list[tuple[Report, Checkpoint | RefusedUpload]] = []
+        self.due: list[UploadReport] = []
+        self.verdicts: list[tuple[UploadReport, Checkpoint | RefusedUpload]] = []
         self.now = 0.0
         self.watched = 0.0
         self.end: EpochRecord | None = None
@@ -121,7 +129,7 @@ class Cooldowns(RuleBasedStateMachine):
         if not lies:
             self.reported.add((client, name))
         self.ledger.report(
-            Report(run="run", epoch=self.epoch, client=client, kind=kind, attempt=name, manifest_sha256=sha256)
+            UploadReport(run="run", epoch=self.epoch, client=client, kind=kind, attempt=name, manifest_sha256=sha256)
         )
 
     @rule(client=st.sampled_from(CLIENTS), attempt=st.integers(0, 1), true=nearly)
@@ -154,7 +162,7 @@ class Cooldowns(RuleBasedStateMachine):
     def verify(self, data: st.DataObject, vanished: bool) -> None:
         self.verify_one(self.due.pop(data.draw(st.integers(0, len(self.due) - 1))), vanished)
 
-    def verify_one(self, report: Report, vanished: bool) -> None:
+    def verify_one(self, report: UploadReport, vanished: bool) -> None:
         record, _ = self.ledger.look(self.epoch)
         assert record is not None
         root = self.destination.root
@@ -174,7 +182,7 @@ class Cooldowns(RuleBasedStateMachine):
         verdict = self.verdicts.pop(data.draw(st.integers(0, len(self.verdicts) - 1)))
         self.tell(self.coordinators[which % len(self.coordinators)], *verdict)
 
-    def tell(self, coordinator: StoredCoordinator, report: Report, verdict: Checkpoint | RefusedUpload) -> None:
+    def tell(self, coordinator: StoredCoordinator, report: UploadReport, verdict: Checkpoint | RefusedUpload) -> None:
         if isinstance(verdict, Checkpoint):
             coordinator.machine.verified(report, verdict)
         else:

@@ -30,8 +30,8 @@ from transport.cooldown import client as client_module
 from transport.cooldown.destinations.base import Destination
 from transport.cooldown.destinations.folder import Folder
 from transport.cooldown.epochs.coordinator import StoredCoordinator
-from transport.cooldown.epochs.records import EpochRecord, Refusal, Report, ReportKind, outcomes_folder
-from transport.cooldown.epochs.shares import Saved
+from transport.cooldown.epochs.records import EpochRecord, Refusal, ReportKind, UploadReport, outcomes_folder
+from transport.cooldown.epochs.shares import SavedShare
 from transport.cooldown.verify import RefusedUpload
 from transport.errors import (
     ConfigurationError,
@@ -209,7 +209,7 @@ async def test_another_completes_what_a_killed_client_could_not(cooling: Run) ->
 @asynchronous
 async def test_a_report_that_must_not_count_is_refused(cooling: Run, client: str, epoch: int, refusal: Refusal) -> None:
     leading = await cooling.leading(CLIENTS)
-    report = Report(
+    report = UploadReport(
         run="run", epoch=epoch, client=client, kind=ReportKind.UPLOADED, attempt="0" * 16, manifest_sha256="0"
     )
     cooling.store.put(f"cooldown/run/report/{7:012d}/{client}", encode(report))
@@ -226,7 +226,7 @@ async def test_a_report_that_must_not_count_is_refused(cooling: Run, client: str
 async def test_a_late_report_changes_nothing(cooling: Run) -> None:
     record = await passing(cooling, await cooling.leading(CLIENTS))
     taken = await cooling.client("c").cooldown(7)
-    cooling.ledger.report(Report(run="run", epoch=7, client="c", kind=ReportKind.UPLOADED, attempt="0" * 16))
+    cooling.ledger.report(UploadReport(run="run", epoch=7, client="c", kind=ReportKind.UPLOADED, attempt="0" * 16))
     again = await cooling.host().cooldown(7, 2, ("x",))
     assert taken.record == record == again == cooling.record(7)
     assert taken.part is Part.NOT_ELECTED
@@ -507,7 +507,7 @@ def test_a_store_that_fails_while_a_report_is_noted_does_not_lose_its_verificati
     coordinator = StoredCoordinator(cooling.ledger, 7)
     coordinator.machine.begin(1, CLIENTS)
     coordinator.write()
-    report = Report(run="run", epoch=7, client="c", kind=ReportKind.UPLOADED, attempt="0" * 16)
+    report = UploadReport(run="run", epoch=7, client="c", kind=ReportKind.UPLOADED, attempt="0" * 16)
     cooling.ledger.report(report)
 
     def advance(*_: object) -> None:
@@ -644,7 +644,7 @@ async def test_a_local_copy_is_on_disk_before_anything_trusts_it(
         check(cooling.path / "scratch" / "c" / f"epoch-{7:012d}" / "model")
         return opened(url)
 
-    def before_the_record(self: Ledger, epoch: int, found: Saved) -> None:
+    def before_the_record(self: Ledger, epoch: int, found: SavedShare) -> None:
         check(Path(found.folder))
         put_saved(self, epoch, found)
 

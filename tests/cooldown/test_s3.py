@@ -21,11 +21,11 @@ from silent_server import silent_server
 from transport import SharedRingBuffer
 from transport.claims.open import given_rings
 from transport.cooldown import (
+    CheckpointProof,
     CooldownHost,
     EpochRecord,
     Outcome,
     Part,
-    Proof,
     open_destination,
     recorded_outcomes,
     restore,
@@ -33,7 +33,7 @@ from transport.cooldown import (
 from transport.cooldown import client as client_module
 from transport.cooldown.destinations import base, bucket
 from transport.cooldown.destinations.s3 import S3
-from transport.cooldown.epochs.records import Phase, Refusal, Report, ReportKind
+from transport.cooldown.epochs.records import Phase, Refusal, ReportKind, UploadReport
 from transport.cooldown.pruning import carry_out, plan
 from transport.cooldown.upload import Uploaded, upload
 from transport.cooldown.verify import RefusedUpload, verified
@@ -103,8 +103,8 @@ def save(folder: Path, step: int) -> None:
         (folder / name).write_bytes(data)
 
 
-def report(done: Uploaded) -> Report:
-    return Report(
+def report(done: Uploaded) -> UploadReport:
+    return UploadReport(
         run="run", epoch=7, client="a", kind=ReportKind.UPLOADED, attempt=ATTEMPT, manifest_sha256=done.sha256
     )
 
@@ -123,7 +123,7 @@ def test_an_upload_is_proven_by_the_services_checksums_alone(place: S3, model: P
     done = upload(model, place, RECORD, "a", ATTEMPT)
     assert verified(place, RECORD, report(done)).bytes == sum(map(len, MODEL.values()))
     assert read == ["manifest.json"]
-    verified(place, RECORD, report(done), proof=Proof.READ)
+    verified(place, RECORD, report(done), proof=CheckpointProof.READ)
     assert {*read} == {"manifest.json", *MODEL}
     assert done.manifest.files[0].proofs["etag"].endswith("-4")
 
@@ -167,7 +167,7 @@ def test_a_throttled_upload_is_slower_and_whole(shared: Child, place: S3, model:
     done = upload(model, place, RECORD, "a", ATTEMPT)
     shared.tell("said")
     assert int(shared.line().split()[0]) == 6
-    assert verified(place, RECORD, report(done), proof=Proof.READ).files == 2
+    assert verified(place, RECORD, report(done), proof=CheckpointProof.READ).files == 2
 
 
 def test_parts_that_cannot_be_removed_are_named_in_the_log_without_secrets(

@@ -14,8 +14,8 @@ from helpers import PATIENCE_S, asynchronous, until
 from sharded_runs import HOSTS, MODEL, ShardedRun, write
 
 from transport.cooldown import Outcome, Part, Phase, coordination, open_destination, sharded
-from transport.cooldown.epochs.records import Refusal, Report, ReportKind
-from transport.cooldown.epochs.shares import Saved, turns
+from transport.cooldown.epochs.records import Refusal, ReportKind, UploadReport
+from transport.cooldown.epochs.shares import SavedShare, turns
 from transport.cooldown.verify import RefusedUpload
 from transport.errors import StoreUnavailableError, UsageError
 
@@ -135,7 +135,7 @@ async def test_a_complete_set_that_was_not_verified_in_time_stays(
     assert job.uploads() == set(record.elected)
     monkeypatch.undo()
     (manifest,) = job.root.rglob("manifest.json")
-    report = Report(
+    report = UploadReport(
         run="run", epoch=7, client="sharded", kind=ReportKind.UPLOADED, attempt=manifest.parent.name,
         manifest_sha256=hashlib.sha256(manifest.read_bytes()).hexdigest(),
     )  # fmt: skip
@@ -236,7 +236,7 @@ async def test_a_file_of_one_member_is_not_a_folder_of_another(job: ShardedRun) 
 async def test_a_name_that_leads_elsewhere_is_not_uploaded(job: ShardedRun) -> None:
     leading = await job.leading({"b0": "b"})
     (job.path / "secret").write_bytes(b"secret")
-    job.ledger.put_saved(7, Saved(member="b0", host="b", folder=str(job.path / "x"), files=(("../secret", 6),)))
+    job.ledger.put_saved(7, SavedShare(member="b0", host="b", folder=str(job.path / "x"), files=(("../secret", 6),)))
     member = asyncio.create_task(job.member("b0").cooldown(7))
     await until(lambda: job.record(7).notes.get("b0"))
     assert "not portable" in job.record(7).notes["b0"].detail

@@ -15,7 +15,7 @@ from transport.cooldown.epochs.manifest import File
 from transport.cooldown.epochs.records import EpochRecord, Phase
 from transport.cooldown.epochs.shares import (
     NameConflict,
-    Saved,
+    SavedShare,
     Share,
     complete,
     composed,
@@ -27,7 +27,7 @@ from transport.cooldown.epochs.shares import (
 from transport.errors import CheckpointDamagedError
 
 DIGEST = "0" * 64
-Epoch = tuple[EpochRecord, dict[str, Saved]]
+Epoch = tuple[EpochRecord, dict[str, SavedShare]]
 
 
 @st.composite
@@ -45,11 +45,11 @@ def epochs(draw: st.DrawFn) -> Epoch:
         files = {f"{member}-{number}": size for number, size in enumerate(own)}
         if draw(st.booleans()):
             files["common"] = 7
-        saved[member] = Saved(member=member, host=host, folder=f"/{member}", files=tuple(files.items()))
+        saved[member] = SavedShare(member=member, host=host, folder=f"/{member}", files=tuple(files.items()))
     return record, saved
 
 
-def all_shares(record: EpochRecord, saved: dict[str, Saved]) -> list[Share]:
+def all_shares(record: EpochRecord, saved: dict[str, SavedShare]) -> list[Share]:
     """Uploaded by those whose turn it is first."""
     found = []
     for host in sorted(set(record.hosts.values())):
@@ -123,7 +123,7 @@ def test_the_manifest_names_every_file_once_and_where_it_is(epoch: Epoch) -> Non
 
 def test_a_share_without_one_of_the_files_is_no_part_of_a_set() -> None:
     record = EpochRecord(run="run", epoch=7, destination="", cooldown_s=1.0, seed=1, hosts={"a": "h"}, clients=("a",))
-    saved = {"a": Saved(member="a", host="h", folder="/a", files=(("1", 1), ("2", 2)))}
+    saved = {"a": SavedShare(member="a", host="h", folder="/a", files=(("1", 1), ("2", 2)))}
     share = Share(
         host="h", number=0, client="a", attempt="0" * 16, files=(File(name="1", size=1, blocks=(DIGEST,)),)
     )  # fmt: skip
@@ -140,7 +140,7 @@ def test_a_manifest_cannot_point_elsewhere(change: str) -> None:
         File(name="1", size=1, blocks=(DIGEST,), upload="a/" + "0" * 16),
         File(name="2", size=1, blocks=(DIGEST,), upload="a/" + "0" * 16),
     )
-    manifest = manifests.Manifest(run="run", epoch=7, step=1, client="sharded", attempt="0" * 16, files=files)
+    manifest = manifests.CheckpointManifest(run="run", epoch=7, step=1, client="sharded", attempt="0" * 16, files=files)
     data = manifest.encode()
     assert manifests.decode(data) == manifest
     key = change.partition(":")[0]

@@ -16,7 +16,7 @@ from sharded_runs import HOSTS, write
 from transport.cooldown import CooldownClient, CooldownHost, Outcome, Phase, ShardedClient, recorded_outcomes, restore
 from transport.cooldown.destinations.folder import Folder
 from transport.cooldown.epochs.records import EpochRecord
-from transport.cooldown.epochs.shares import Saved
+from transport.cooldown.epochs.shares import SavedShare
 from transport.cooldown.pruning import carry_out, plan
 from transport.errors import CheckpointDamagedError, DestinationError, UsageError
 from transport.store import Store
@@ -155,7 +155,7 @@ async def test_two_runs_with_one_scratch_folder_upload_what_each_has_saved(cooli
     for host, _ in runs:
         await host.open(1)
     records = []
-    saved: list[tuple[CooldownHost, Saved]] = []
+    saved: list[tuple[CooldownHost, SavedShare]] = []
     for host, members in runs:  # the second run saves before the first one uploads
         record = host._ledger.look(1)[0]
         assert record is not None

@@ -22,8 +22,8 @@ from transport.cooldown.epochs.records import (
     Outcome,
     Phase,
     Refusal,
-    Report,
     ReportKind,
+    UploadReport,
     upload_folder,
 )
 from transport.cooldown.restoring import restore
@@ -65,8 +65,10 @@ def uploaded(model: Path, destination: Folder) -> Uploaded:
     return upload(model, destination, RECORD, "a", ATTEMPT)
 
 
-def report(sha256: str, attempt: str = ATTEMPT, epoch: int = 7) -> Report:
-    return Report(run="run", epoch=epoch, client="a", kind=ReportKind.UPLOADED, attempt=attempt, manifest_sha256=sha256)
+def report(sha256: str, attempt: str = ATTEMPT, epoch: int = 7) -> UploadReport:
+    return UploadReport(
+        run="run", epoch=epoch, client="a", kind=ReportKind.UPLOADED, attempt=attempt, manifest_sha256=sha256
+    )
 
 
 def ended(checkpoint: Checkpoint) -> EpochRecord:
@@ -179,7 +181,7 @@ def test_the_manifest_of_another_epoch_does_not_count(model: Path, destination: 
 )
 def test_a_manifest_cannot_name_files_elsewhere(destination: Folder, name: str) -> None:
     file = manifests.File(name=name, size=0, blocks=(hashlib.sha256().hexdigest(),))
-    data = manifests.Manifest(run="run", epoch=7, step=1, client="a", attempt=ATTEMPT, files=(file,)).encode()
+    data = manifests.CheckpointManifest(run="run", epoch=7, step=1, client="a", attempt=ATTEMPT, files=(file,)).encode()
     destination.put(f"{PLACE}/{manifests.NAME}", data)
     with pytest.raises(RefusedUpload, match="invalid entry") as caught:
         verified(destination, RECORD, report(hashlib.sha256(data).hexdigest()))
@@ -192,7 +194,7 @@ def test_a_manifest_cannot_name_files_elsewhere(destination: Folder, name: str) 
 def test_a_manifest_has_a_checksum_for_each_block_of_a_file(size: int, blocks: int) -> None:
     digest = hashlib.sha256().hexdigest()
     file = manifests.File(name="large", size=size, blocks=(digest,) * blocks)
-    data = manifests.Manifest(run="run", epoch=7, step=1, client="a", attempt=ATTEMPT, files=(file,)).encode()
+    data = manifests.CheckpointManifest(run="run", epoch=7, step=1, client="a", attempt=ATTEMPT, files=(file,)).encode()
     with pytest.raises(CheckpointDamagedError, match="invalid entry"):
         manifests.decode(data)
 

@@ -14,7 +14,7 @@ from cooldown_runs import CLIENTS, Run, save
 from helpers import PATIENCE_S, asynchronous, until
 
 from transport.cooldown import Outcome, Part, Phase, coordination
-from transport.cooldown.epochs.records import Refusal, Report, ReportKind
+from transport.cooldown.epochs.records import Refusal, ReportKind, UploadReport
 from transport.store.sqlite import SQLiteStore
 
 
@@ -66,7 +66,7 @@ async def test_a_client_that_is_cancelled_takes_its_complete_upload_back(
 async def test_a_client_that_is_cancelled_leaves_the_checkpoint_that_it_has_become(cooling: Run) -> None:
     record = (await asyncio.gather(await cooling.leading(["c"]), cooling.client("c").cooldown(7)))[0]
     assert record.checkpoint is not None
-    report = Report(run="run", epoch=7, client="c", kind=ReportKind.CANCELLED, attempt=record.checkpoint.attempt)
+    report = UploadReport(run="run", epoch=7, client="c", kind=ReportKind.CANCELLED, attempt=record.checkpoint.attempt)
     assert not cooling.ledger.withdraw(report)
     assert cooling.record(7) == record
     other = msgspec.structs.replace(report, attempt="f" * 16)

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from transport.errors import ConfigurationError, InternalError, StoreUnsuitableError, UsageError
 from transport.rendezvous.closing import Archive
-from transport.rendezvous.decisions import CloseRun, Complete, OpenNext, Snapshot, decide, place, position
+from transport.rendezvous.decisions import CloseRun, Complete, OpenNext, RoundSnapshot, decide, place, position
 from transport.rendezvous.member_states import Event, Member, State
-from transport.rendezvous.records import Closing, Keys, Peer, Phase, Place, Reason, Role, Round, Seat, Status
+from transport.rendezvous.records import Closing, Keys, Peer, Place, Reason, Role, Round, RoundPhase, Seat, Status
 from transport.rendezvous.rules import ExitCodes, Rules
 from transport.store.base import MOST_KEY_BYTES
 
@@ -29,7 +29,7 @@ def peers(*members: str) -> tuple[Peer, ...]:
     return tuple(Peer(member, slot, "") for slot, member in enumerate(members))
 
 
-def a_round(phase: Phase = Phase.OPEN, number: int = 1, **changed: object) -> Round:
+def a_round(phase: RoundPhase = RoundPhase.OPEN, number: int = 1, **changed: object) -> Round:
     usual = {"incarnation": "x", "number": number, "phase": phase, "term": 1, "host": "a", "least": 2, "most": 3}
     return Round(**{**usual, **changed})
 
@@ -80,28 +80,28 @@ def test_everybody_has_one_place_and_ranks_do_not_depend_on_the_order_of_reading
 @pytest.mark.parametrize(
     ("snapshot", "act"),
     [
-        (Snapshot(a_round(), seats("a")), None),
-        (Snapshot(a_round(), seats("a", "b"), open_s=4.9), None),
-        (Snapshot(a_round(), seats("a", "b"), open_s=5.0), Complete),
-        (Snapshot(a_round(), seats("a", "b", "c")), Complete),
-        (Snapshot(a_round(), seats("a", "b", "c"), peers("z"), frozenset({"z"})), None),
-        (Snapshot(a_round(), seats("a", "b", "c"), peers("z"), frozenset({"z"}), 5.0), None),
-        (Snapshot(a_round(), seats("a", "b", "c"), peers("z"), frozenset({"z"}), 10.0), Complete),
-        (Snapshot(a_round(), seats("a"), open_s=59.9), None),
-        (Snapshot(a_round(), seats("a"), open_s=60.0), CloseRun),
-        (Snapshot(a_round(number=2), seats("a", "b", "c", number=1), open_s=30.0), None),
-        (Snapshot(a_round(Phase.RUNNING), seats("a", "b"), peers("a", "b")), None),
-        (Snapshot(a_round(Phase.RUNNING), seats("a"), peers("a", "b")), OpenNext),
-        (Snapshot(a_round(Phase.RUNNING), seats("a", "other"), peers("a", "b")), OpenNext),
-        (Snapshot(a_round(Phase.RUNNING), seats("a", "b", status=Status.DONE), peers("a", "b")), CloseRun),
-        (Snapshot(a_round(Phase.RUNNING), seats("a", status=Status.DONE), peers("a", "b")), OpenNext),
-        (Snapshot(a_round(Phase.RUNNING), seats("a", "b", status=Status.RESTART), peers("a", "b")), OpenNext),
-        (Snapshot(a_round(Phase.RUNNING, 2), seats("a", "b", number=1), peers("a", "b")), OpenNext),
-        (Snapshot(a_round(Phase.RUNNING), seats("a", "b"), ()), OpenNext),
-        (Snapshot(a_round(Phase.CLOSED), seats("a"), peers("a", "b")), None),
+        (RoundSnapshot(a_round(), seats("a")), None),
+        (RoundSnapshot(a_round(), seats("a", "b"), open_s=4.9), None),
+        (RoundSnapshot(a_round(), seats("a", "b"), open_s=5.0), Complete),
+        (RoundSnapshot(a_round(), seats("a", "b", "c")), Complete),
+        (RoundSnapshot(a_round(), seats("a", "b", "c"), peers("z"), frozenset({"z"})), None),
+        (RoundSnapshot(a_round(), seats("a", "b", "c"), peers("z"), frozenset({"z"}), 5.0), None),
+        (RoundSnapshot(a_round(), seats("a", "b", "c"), peers("z"), frozenset({"z"}), 10.0), Complete),
+        (RoundSnapshot(a_round(), seats("a"), open_s=59.9), None),
+        (RoundSnapshot(a_round(), seats("a"), open_s=60.0), CloseRun),
+        (RoundSnapshot(a_round(number=2), seats("a", "b", "c", number=1), open_s=30.0), None),
+        (RoundSnapshot(a_round(RoundPhase.RUNNING), seats("a", "b"), peers("a", "b")), None),
+        (RoundSnapshot(a_round(RoundPhase.RUNNING), seats("a"), peers("a", "b")), OpenNext),
+        (RoundSnapshot(a_round(RoundPhase.RUNNING), seats("a", "other"), peers("a", "b")), OpenNext),
+        (RoundSnapshot(a_round(RoundPhase.RUNNING), seats("a", "b", status=Status.DONE), peers("a", "b")), CloseRun),
+        (RoundSnapshot(a_round(RoundPhase.RUNNING), seats("a", status=Status.DONE), peers("a", "b")), OpenNext),
+        (RoundSnapshot(a_round(RoundPhase.RUNNING), seats("a", "b", status=Status.RESTART), peers("a", "b")), OpenNext),
+        (RoundSnapshot(a_round(RoundPhase.RUNNING, 2), seats("a", "b", number=1), peers("a", "b")), OpenNext),
+        (RoundSnapshot(a_round(RoundPhase.RUNNING), seats("a", "b"), ()), OpenNext),
+        (RoundSnapshot(a_round(RoundPhase.CLOSED), seats("a"), peers("a", "b")), None),
     ],
 )
-def test_the_host_decides_by_what_it_sees(snapshot: Snapshot, act: type | None) -> None:
+def test_the_host_decides_by_what_it_sees(snapshot: RoundSnapshot, act: type | None) -> None:
     found = decide(snapshot, RULES)
     assert found is None if act is None else isinstance(found, act)
 
@@ -110,15 +110,15 @@ def test_success_is_only_what_everybody_with_a_rank_says() -> None:
     everybody = peers("a", "b", "c")
     for statuses in itertools.product(Status, repeat=3):
         here = [Seat(round=1, slot=slot, member="abc"[slot], status=status) for slot, status in enumerate(statuses)]
-        found = decide(Snapshot(a_round(Phase.RUNNING), here, everybody), RULES)
+        found = decide(RoundSnapshot(a_round(RoundPhase.RUNNING), here, everybody), RULES)
         succeeded = isinstance(found, CloseRun) and found.reason is Reason.SUCCESS
         assert succeeded == (set(statuses) == {Status.DONE})
 
 
 def test_after_the_last_round_the_run_fails() -> None:
     rules = Rules(least=2, most_rounds=3)
-    last = Snapshot(a_round(Phase.RUNNING, 3), seats("a", number=3), peers("a", "b"))
-    assert isinstance(decide(last._replace(round=a_round(Phase.RUNNING, 2)), rules), OpenNext)
+    last = RoundSnapshot(a_round(RoundPhase.RUNNING, 3), seats("a", number=3), peers("a", "b"))
+    assert isinstance(decide(last._replace(round=a_round(RoundPhase.RUNNING, 2)), rules), OpenNext)
     found = decide(last, rules)
     assert isinstance(found, CloseRun)
     assert found.reason is Reason.FAILURE
@@ -144,7 +144,7 @@ def test_a_place_of_another_round_is_not_taken() -> None:
     member.look(a_round(number=4), None)
     member.took(0)
     member.apply(Event.SEAT)
-    member.look(a_round(Phase.RUNNING, 5), Place(round=5, member="a", role=Role.ACTIVE, rank=0, size=1, leader=""))
+    member.look(a_round(RoundPhase.RUNNING, 5), Place(round=5, member="a", role=Role.ACTIVE, rank=0, size=1, leader=""))
     assert member.state is State.SPARE
     member.validate()
 

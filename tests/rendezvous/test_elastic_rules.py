@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from simulated_run import SimulatedMember, SimulatedRun
 
-from transport.rendezvous.decisions import OpenNext, Snapshot, decide, place, position
+from transport.rendezvous.decisions import OpenNext, RoundSnapshot, decide, place, position
 from transport.rendezvous.member_states import State
-from transport.rendezvous.records import Peer, Phase, Reason, Round, Seat, Status
+from transport.rendezvous.records import Peer, Reason, Round, RoundPhase, Seat, Status
 from transport.rendezvous.rules import Rules
 
 RULES = Rules(least=1, most=3, lease_s=10.0, last_call_s=20.0, join_timeout_s=60.0, grow=True, done_stays=True)
@@ -84,8 +84,8 @@ def test_work_that_is_ending_is_not_begun_again_for_a_newcomer(run: SimulatedRun
 
 
 def test_growth_does_not_fail_a_run_that_has_no_rounds_left() -> None:
-    snapshot = Snapshot(
-        Round(incarnation="x", number=4, phase=Phase.RUNNING, term=1, host="a", least=1, most=3),
+    snapshot = RoundSnapshot(
+        Round(incarnation="x", number=4, phase=RoundPhase.RUNNING, term=1, host="a", least=1, most=3),
         [Seat(round=4, slot=0, member="a")],
         (Peer("a", 0, ""),),
         waiting=frozenset({"new"}),
@@ -96,8 +96,8 @@ def test_growth_does_not_fail_a_run_that_has_no_rounds_left() -> None:
 
 def test_a_round_that_is_full_goes_on_whoever_waits() -> None:
     full = [Seat(round=1, slot=slot, member=member) for slot, member in enumerate("abc")]
-    snapshot = Snapshot(
-        Round(incarnation="x", number=1, phase=Phase.RUNNING, term=1, host="a", least=1, most=3),
+    snapshot = RoundSnapshot(
+        Round(incarnation="x", number=1, phase=RoundPhase.RUNNING, term=1, host="a", least=1, most=3),
         full,
         tuple(Peer(seat.member, seat.slot, "") for seat in full),
         waiting=frozenset({"new"}),
@@ -114,7 +114,7 @@ def test_it_waits_for_a_survivor_that_still_stops_its_work(run: SimulatedRun) ->
     run.run(2)
     members[0].do(members[0].session.join)
     run.run(8)
-    assert run.round().phase is Phase.OPEN
+    assert run.round().phase is RoundPhase.OPEN
     again(members)
     run.run(2)
     assert ranks(members) == [0, 1]
@@ -137,7 +137,7 @@ def test_a_member_that_dies_when_it_is_done_stays_done(run: SimulatedRun) -> Non
     members[1].do(lambda: members[1].session.say(Status.DONE))
     members[1].alive = False
     run.run(RULES.lease_s + 5)
-    assert (run.round().number, run.round().phase) == (1, Phase.RUNNING)
+    assert (run.round().number, run.round().phase) == (1, RoundPhase.RUNNING)
     members[0].do(lambda: members[0].session.say(Status.DONE))
     run.run(2)
     assert run.round().closing.reason is Reason.SUCCESS
@@ -152,7 +152,7 @@ def test_an_end_that_a_leaving_host_decided_is_in_the_archive_although_the_store
 
     def wrote(name: str, value: Round) -> None:
         run.wrote(name, value)
-        host.line.down = value.phase is Phase.CLOSED
+        host.line.down = value.phase is RoundPhase.CLOSED
 
     host.line._wrote = wrote
     host.session.leave()
@@ -165,7 +165,7 @@ def test_a_host_that_leaves_opens_the_next_round_itself(run: SimulatedRun) -> No
     members = a_pair(run)
     host = next(each for each in members if each.session.is_host)
     host.do(host.session.leave)
-    assert (run.round().number, run.round().phase) == (2, Phase.OPEN)
+    assert (run.round().number, run.round().phase) == (2, RoundPhase.OPEN)
     host.alive = False
     run.run(2)
     again(members)

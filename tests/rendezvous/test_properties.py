@@ -18,7 +18,7 @@ from simulated_run import SimulatedMember, SimulatedRun
 
 from transport.errors import RunLostError, StaleRoundError, TransportError
 from transport.rendezvous.member_states import State
-from transport.rendezvous.records import Phase, Reason, Status
+from transport.rendezvous.records import Reason, RoundPhase, Status
 from transport.rendezvous.rules import ExitCodes, Rules
 
 RULES = Rules(
@@ -207,7 +207,7 @@ class RunOfMembers(RuleBasedStateMachine):
         if living and not self.emptied:
             current = simulated.round()
             assert current is not None
-            assert current.phase is Phase.CLOSED or all(each.session.view.error for each in living)
+            assert current.phase is RoundPhase.CLOSED or all(each.session.view.error for each in living)
         simulated.check_history()
         simulated.check_archive()
         simulated.store.close()

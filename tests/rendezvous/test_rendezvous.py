@@ -19,7 +19,7 @@ from redis_server import needs_redis, redis_server
 
 from transport.errors import ClosedError, RunLostError, StoreUnavailableError, StoreUnsuitableError
 from transport.rendezvous import Archive, Closing, Place, Reason, Rendezvous, Rules
-from transport.rendezvous.records import Phase, Round
+from transport.rendezvous.records import Round, RoundPhase
 from transport.store.memory import MemoryStore
 from transport.store.open import open_store
 
@@ -144,7 +144,7 @@ def test_waiters_end_with_the_code_of_the_reason(group: MemberGroup, reason: str
     spare = group.member("c")
     members[1].tell(f"close {reason}")
     assert [each.wait() for each in (*members, spare)] == [code] * 3
-    assert group.round().phase is Phase.CLOSED
+    assert group.round().phase is RoundPhase.CLOSED
 
 
 @pytest.mark.slow

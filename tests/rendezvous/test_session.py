@@ -20,7 +20,7 @@ from transport.errors import (
 )
 from transport.rendezvous.closing import Archive
 from transport.rendezvous.member_states import State
-from transport.rendezvous.records import Closing, Phase, Reason, Role, Status
+from transport.rendezvous.records import Closing, Reason, Role, RoundPhase, Status
 from transport.rendezvous.rules import Rules
 from transport.rendezvous.session import Session
 from transport.store.base import Change, Entry
@@ -79,10 +79,10 @@ def test_a_round_waits_for_survivors_who_are_slow_to_come_back(tmp_path: Path) -
         assert [each.state for each in spares] == [State.STANDBY] * 2
         members[2].alive = False
         run.run(RULES.lease_s + 2)
-        assert run.round().phase is Phase.OPEN
+        assert run.round().phase is RoundPhase.OPEN
         members[0].do(members[0].session.join)
         run.run(2)  # three sit there, but m1 is still stopping its work
-        assert run.round().phase is Phase.OPEN
+        assert run.round().phase is RoundPhase.OPEN
         members[1].do(members[1].session.join)
         run.run(2)
         assert ranks([*members[:2], *spares]) == [0, 1, 2, -1]
@@ -113,7 +113,7 @@ def test_the_run_succeeds_when_everybody_is_done_and_not_before(run: SimulatedRu
     for each in members[:2]:
         each.do(lambda each=each: each.session.say(Status.DONE))
     run.run(5)
-    assert run.round().phase is Phase.RUNNING
+    assert run.round().phase is RoundPhase.RUNNING
     members[2].do(lambda: members[2].session.say(Status.DONE))
     run.run(2)
     assert [each.session.view.closing.reason for each in members] == [Reason.SUCCESS] * 4
@@ -344,7 +344,7 @@ def test_a_member_whose_seat_was_written_without_an_answer_knows_its_lease(tmp_p
         member.do(member.session.join)
         member.line.put_many = write  # type: ignore[method-assign]
         assert member.state is State.SEATING
-        while run.round().phase is Phase.OPEN:
+        while run.round().phase is RoundPhase.OPEN:
             run.now += 1
             host.do(host.session.step)
         run.run(2)

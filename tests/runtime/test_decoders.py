@@ -45,7 +45,7 @@ for thread in threads:
     ("module", "kind", "record"),
     [
         ("transport.cooldown.epochs.records", "EpochRecord", '{"phase": "training", "run": "a", "clients": ["a"]}'),
-        ("transport.cooldown.epochs.records", "Report", '{"kind": "model_stored", "run": "a"}'),
+        ("transport.cooldown.epochs.records", "UploadReport", '{"kind": "model_stored", "run": "a"}'),
         ("transport.rendezvous.records", "Closing", '{"reason": "finished", "status": "finished"}'),
     ],
 )

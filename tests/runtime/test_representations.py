@@ -21,7 +21,7 @@ from transport.config import Configuration, Loaded
 from transport.errors import MissingDependencyError
 from transport.packer.mixin import FetchedBatch, FetchedItem
 from transport.packer.options import ClientOptions, ServerOptions
-from transport.snapshots.manifest import Entry as SavedEntry
+from transport.snapshots.manifest import ManifestEntry
 from transport.storage.urls import RedisURL
 from transport.store.base import Change, Entry
 from transport.store.decision import Next
@@ -51,7 +51,7 @@ RECORDS = [
     FetchedItem(TICKET, TICKET),
     FetchedBatch([FetchedItem(TICKET, TICKET)]),
     Entry(TICKET.encode(), 4),
-    SavedEntry(TICKET.encode(), (0,), None),
+    ManifestEntry(TICKET.encode(), (0,), None),
     Change("groups/g/claims/1", TICKET.encode()),
     Next(TICKET.encode()),
     RedisURL(PLACE, "run"),
@@ -93,7 +93,7 @@ _HARMLESS = {
     "transport.cooldown.destinations.base.Destination",
     "transport.snapshots.manifest.RingPart",  # `data` is a file's name and checksums
     "transport.ticket._Row",  # never leaves its module
-    "transport.adapters.torchrun.options.Options",  # its URL hides the password itself
+    "transport.adapters.torchrun.options.RendezvousOptions",  # its URL hides the password itself
 }
 
 

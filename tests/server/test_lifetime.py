@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from transport.server.lifetime import Lifetime, Phase, Watchdog
+from transport.server.lifetime import Lifetime, ServingPhase, Watchdog
 
-SERVING, LINGERING, STOP = Phase.SERVING, Phase.LINGERING, Phase.STOP
+SERVING, LINGERING, STOP = ServingPhase.SERVING, ServingPhase.LINGERING, ServingPhase.STOP
 HERE, GONE = True, False
 
 # linger_s is 10; each step is (now, writer alive, unread payloads, phase that follows)
-STORIES: dict[str, list[tuple[float, bool, int, Phase]]] = {
+STORIES: dict[str, list[tuple[float, bool, int, ServingPhase]]] = {
     "a living writer is served, with and without payloads": [
         (0, HERE, 0, SERVING),
         (100, HERE, 5, SERVING),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transport.bench.result import Case, Report, Row, Sample
+from transport.bench.result import BenchReport, Case, Row, Timing
 
 
 def case(**changed: Any) -> Case:
@@ -13,12 +13,12 @@ def case(**changed: Any) -> Case:
     return Case(**{**usual, **changed})
 
 
-def sample(gb_per_s: float, us: float = 1.0, **more: Any) -> Sample:
+def sample(gb_per_s: float, us: float = 1.0, **more: Any) -> Timing:
     """One repetition."""
-    return Sample(gb_per_s=gb_per_s, us_p50=us, us_p99=us, reads=1, **{"verified": True, **more})
+    return Timing(gb_per_s=gb_per_s, us_p50=us, us_p99=us, reads=1, **{"verified": True, **more})
 
 
-def report() -> Report:
+def report() -> BenchReport:
     """Made-up rows of every wire and kind."""
     rows = [
         Row.of(case(case=what, peer=peer, wire=wire, size_bytes=size, concurrency=many), [sample(size / 1e6, size / 9)])
@@ -36,4 +36,4 @@ def report() -> Report:
     ]
     about = {"date": "2026-01-01", "cpu": "a", "cores": 2, "kernel": "6", "python": "3", "versions": {}}
     about["versions"] = {"payload-transport": "1", "ucx": "1.21"}
-    return Report(machine=about, settings={}, rows=rows, skipped={"ray": "not installed"})
+    return BenchReport(machine=about, settings={}, rows=rows, skipped={"ray": "not installed"})

@@ -7,8 +7,8 @@ from transport.cooldown.epochs.election import elect
 from transport.cooldown.epochs.records import (
     Checkpoint,
     EpochRecord,
-    Report,
     ReportKind,
+    UploadReport,
 )
 
 CLIENTS = tuple("abcdef")
@@ -18,12 +18,12 @@ ELECTED = elect(CLIENTS, seed=49, epoch=7)
 
 def report(
     client: str = "c", attempt: str = "0" * 16, kind: ReportKind = ReportKind.UPLOADED, **other: object
-) -> Report:
+) -> UploadReport:
     fields = {"run": "run", "epoch": 7, "client": client, "kind": kind, "attempt": attempt, "manifest_sha256": "ab"}
-    return Report(**{**fields, **other})  # type: ignore[arg-type]
+    return UploadReport(**{**fields, **other})  # type: ignore[arg-type]
 
 
-def checkpoint(of: Report) -> Checkpoint:
+def checkpoint(of: UploadReport) -> Checkpoint:
     return Checkpoint(client=of.client, attempt=of.attempt, manifest_sha256=of.manifest_sha256, files=1, bytes=1)
 
 
@@ -34,13 +34,13 @@ def in_cooldown(now: float = 0.0) -> Coordinator:
     return machine
 
 
-def due(machine: Coordinator) -> list[Report]:
+def due(machine: Coordinator) -> list[UploadReport]:
     """What is to be verified now."""
     taken = machine.due[:]
     machine.due.clear()
     return taken
 
 
-def verify(machine: Coordinator, of: Report) -> list[Report]:
+def verify(machine: Coordinator, of: UploadReport) -> list[UploadReport]:
     machine.report(of)
     return due(machine)

@@ -15,7 +15,7 @@ from store_proxy import FailingStore, Killed
 
 from transport.rendezvous.closing import Archive
 from transport.rendezvous.member_states import State
-from transport.rendezvous.records import Closing, Phase, Place, Reason, Roster, Round
+from transport.rendezvous.records import Closing, Place, Reason, Roster, Round, RoundPhase
 from transport.rendezvous.rules import Rules
 from transport.rendezvous.session import Session
 from transport.store.base import Change, Store
@@ -88,7 +88,7 @@ class SimulatedRun:
 
     def wrote(self, name: str, current: Round) -> None:
         self.written.append((name, current))
-        if current.phase is Phase.RUNNING:
+        if current.phase is RoundPhase.RUNNING:
             entry = self.store.get(f"rendezvous/{RUN}/{current.number}/roster")
             assert entry is not None
             roster = msgspec.json.decode(entry.value, type=Roster)
@@ -159,11 +159,11 @@ class SimulatedRun:
         for name, current in self.written:
             before = last.get(current.incarnation)
             if before is not None:
-                assert before.phase is not Phase.CLOSED, "a closed run went on"
+                assert before.phase is not RoundPhase.CLOSED, "a closed run went on"
                 assert current.term >= before.term
                 assert before.number <= current.number <= before.number + 1
                 assert current.term > before.term or current.host == before.host
-            if current.phase is not Phase.CLOSED:  # whoever is of the round may close it
+            if current.phase is not RoundPhase.CLOSED:  # whoever is of the round may close it
                 assert current.host == name
                 assert actors.setdefault((current.incarnation, current.term), name) == name
             last[current.incarnation] = current

@@ -1,7 +1,7 @@
-"""Lint of docstrings: a rule of how the package is written that a program can check (make lint).
+"""Lint of names and docstrings: two rules of how the package is written that a program can check (make lint).
 
 A docstring begins with a verb and its object, or with a noun, and not with a relative clause or a genitive without its
-noun.
+noun. One name is one class: no other class of the package has it, in whichever room.
 """
 
 from __future__ import annotations
@@ -17,9 +17,14 @@ Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def problems(sources: dict[str, str]) -> Iterator[str]:
-    """Yield each breach of the rule in these sources, by file name, as FILE:LINE: text."""
+    """Yield each breach of a rule in these sources, by file name, as FILE:LINE: text."""
+    classes: dict[str, str] = {}
     for name, source in sources.items():
         for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef):
+                place = f"{name}:{node.lineno}"
+                if (other := classes.setdefault(node.name, place)) != place:
+                    yield f"{place}: {node.name} is another class, too: {other}"
             if isinstance(node, Documented) and (text := ast.get_docstring(node)):
                 first = text.split()[0].rstrip(",:;.")
                 if first in HEADLESS:

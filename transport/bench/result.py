@@ -38,7 +38,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.case} over {self.wire}, {show_size(self.size_bytes)}, {self.concurrency} in flight"
 
 
-class Sample(msgspec.Struct, frozen=True, kw_only=True):
+class Timing(msgspec.Struct, frozen=True, kw_only=True):
     """One repetition of a case.
 
     Attributes:
@@ -81,7 +81,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     note: str = ""
 
     @classmethod
-    def of(cls, case: Case, samples: Sequence[Sample]) -> Row:
+    def of(cls, case: Case, samples: Sequence[Timing]) -> Row:
         """Medians over the repetitions, each figure for itself."""
 
         def median(name: str) -> float:
@@ -107,7 +107,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         )
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON of `bench loopback`, `benchmarks/job` and of the programs in benchmarks/.
 
     Attributes:

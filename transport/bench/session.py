@@ -32,7 +32,7 @@ C = TypeVar("C", bound=AnyCase)
 S = TypeVar("S", bound=AnySample)
 
 
-class Outcome(NamedTuple):
+class SessionOutcome(NamedTuple):
     """Rows; our own cases that failed; and peers, or cases of peers, that have no rows, each with the reason."""
 
     rows: list[Any]
@@ -46,10 +46,10 @@ def run(
     progress: Progress,
     measure: Callable[[C], S],
     row_of: Callable[[C, Sequence[S]], Any],
-) -> Outcome:
+) -> SessionOutcome:
     """Measure all cases; one that fails is left out from then on, a peer that is not installed as a whole."""
     samples: dict[C, list[S]] = {case: [] for case in cases}
-    outcome = Outcome([], [], {})
+    outcome = SessionOutcome([], [], {})
     size = 0
     progress(0, repetitions * len(cases), 0)
     for done, case in enumerate([*cases] * repetitions, 1):

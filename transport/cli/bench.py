@@ -75,7 +75,7 @@ def loopback(
     from transport.bench.checkout import beside
     from transport.bench.machine import machine, settings_of
     from transport.bench.reads import loopback as reads
-    from transport.bench.result import OURS, Case, Report, Row, Sample, table
+    from transport.bench.result import OURS, BenchReport, Case, Row, Timing, table
     from transport.bench.units import parse_sizes
 
     _check_device(device)
@@ -88,14 +88,14 @@ def loopback(
         work += others.cases(names, sizes_bytes, concurrencies, wires, _checksums(checksum))
     drawing = _picture(plot)
 
-    def measure(case: Case) -> Sample:
-        sample: Sample = (reads if case.peer == OURS else others).measure(case, seconds / repetitions)
+    def measure(case: Case) -> Timing:
+        sample: Timing = (reads if case.peer == OURS else others).measure(case, seconds / repetitions)
         return sample
 
     where = machine()
     with _bar("measuring") as progress:
         outcome = session.run(work, repetitions, progress, measure, Row.of)
-    report = Report(machine=where, settings={each: settings_of(each) for each in wires}, **outcome._asdict())
+    report = BenchReport(machine=where, settings={each: settings_of(each) for each in wires}, **outcome._asdict())
     emit(report, "\n".join([about(report), "", table(outcome.rows, outcome.skipped)]), json_target)
     if drawing is not None and outcome.rows:
         drawing.draw_reads(report, plot)
@@ -152,7 +152,7 @@ def fetch(
     """
     from transport.bench.machine import machine, settings_of
     from transport.bench.reads import remote
-    from transport.bench.result import Report, Row, table
+    from transport.bench.result import BenchReport, Row, table
     from transport.bench.units import parse_sizes
     from transport.client.connections.pool import port_of
     from transport.doctor import infiniband
@@ -182,7 +182,7 @@ def fetch(
                 done = at * repetitions + repetition + 1
                 progress(done, len(work) * repetitions, sum(row.reads * row.size_bytes for row in rows))
             rows.append(Row.of(case, samples))
-    report = Report(
+    report = BenchReport(
         machine={**where, "server": other},
         settings={wire: settings_of(wire)},
         rows=rows,

@@ -32,7 +32,7 @@ FromDestination = Annotated[
 ]
 
 
-class Uploaded(msgspec.Struct, frozen=True, kw_only=True):
+class UploadedCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON of ``upload``."""
 
     run: str
@@ -44,7 +44,7 @@ class Uploaded(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
 
 
-class Restored(msgspec.Struct, frozen=True, kw_only=True):
+class RestoredCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON of ``restore``."""
 
     run: str
@@ -116,7 +116,7 @@ def upload(
     check_destination(url)
     if skip_upload:
         total = sum(path.stat().st_size for _, path in files)
-        result = Uploaded(
+        result = UploadedCheckpoint(
             run=run, epoch=0, step=step, outcome="skipped", destination=url, files=len(files), bytes=total
         )
         text = f"skipped: {count(len(files), 'file')}, {shown(total)} could be uploaded to {url}; nothing was uploaded"
@@ -126,7 +126,7 @@ def upload(
     if checkpoint is None:
         notes = "; ".join(note.detail for note in record.notes.values() if note.detail)
         raise RunError(f"epoch {record.epoch} has no checkpoint: {notes or 'it timed out, or a later one ended first'}")
-    result = Uploaded(
+    result = UploadedCheckpoint(
         run=run, epoch=record.epoch, step=step, outcome="checkpointed", destination=url, files=checkpoint.files,
         bytes=checkpoint.bytes,
     )  # fmt: skip
@@ -144,7 +144,7 @@ async def _cooldown(
     import re
 
     from transport.cli.epochs import store_to_write
-    from transport.cooldown import CooldownClient, CooldownHost, Proof
+    from transport.cooldown import CheckpointProof, CooldownClient, CooldownHost
     from transport.runtime.progress import bar
     from transport.store.open import open_store
 
@@ -155,7 +155,7 @@ async def _cooldown(
         tempfile.TemporaryDirectory() as scratch,
         bar("uploading") as progress,
     ):
-        proof = Proof.READ if read_back else Proof.STORED
+        proof = CheckpointProof.READ if read_back else CheckpointProof.STORED
         host = CooldownHost(store, run, url, cooldown_s=limit, seed=0, proof=proof)
         client = CooldownClient(
             store,
@@ -210,7 +210,7 @@ def restore(
     record = _chosen(records, name, epoch)
     with open_destination(destination or record.destination) as place, bar("restoring") as progress:
         done = restored(record, place, into, upload=unverified, progress=progress)
-    result = Restored(
+    result = RestoredCheckpoint(
         run=name, epoch=record.epoch, step=done.manifest.step, folder=str(into), files=len(done.files),
         bytes=done.manifest.total, verified=unverified is None,
     )  # fmt: skip

@@ -63,7 +63,7 @@ class Epoch(msgspec.Struct, frozen=True, kw_only=True):
         return "\n".join([line, *(f"    {each.client}: {_told(each)}" for each in heard)])
 
 
-class Status(msgspec.Struct, frozen=True, kw_only=True):
+class CooldownStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The command's JSON."""
 
     epochs: list[Epoch]
@@ -96,7 +96,7 @@ def status(
     records = recorded(store, destination, run)
     there, unknown = _still_there(records, destination)
     epochs = [_described(record, (record.run, record.epoch) in there) for record in records]
-    result = Status(epochs=epochs, checkpointed=len(there), unknown=unknown)
+    result = CooldownStatus(epochs=epochs, checkpointed=len(there), unknown=unknown)
     lines = [*map(str, epochs), *(f"not known whether checkpoints are still there: {why}" for why in unknown)]
     lines.append(f"{result.checkpointed} of {len(epochs)} epochs have a checkpoint")
     emit(result, "\n".join(lines), json_target)

@@ -18,7 +18,7 @@ from transport.errors import MissingDependencyError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from transport.demo.cartpole import Options, Report
+    from transport.demo.cartpole import DemoOptions, DemoReport
     from transport.wires import Wire
 
 EXAMPLE = "Example: transport demo --rollouts 4 --readers 2 --wire tcp --json demo.json"
@@ -52,7 +52,7 @@ def demo(
     twice, or the policy did not learn.
     """
     try:
-        from transport.demo.cartpole import Options, run
+        from transport.demo.cartpole import DemoOptions, run
     except ModuleNotFoundError as error:
         from transport.runtime.installing import install
 
@@ -61,7 +61,7 @@ def demo(
 
     signal.signal(signal.SIGTERM, _stop)  # as Ctrl-C: everything ends in order
     name = segment_prefix("demo")  # its segments end with the command, however that ends
-    options = Options(
+    options = DemoOptions(
         run=name,
         rollouts=rollouts,
         episodes=episodes,
@@ -110,7 +110,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     mean_age: float  # of an episode, in versions of the policy
 
     @classmethod
-    def of(cls, report: Report, options: Options) -> Summary:
+    def of(cls, report: DemoReport, options: DemoOptions) -> Summary:
         """Sum up what the trainers have reported."""
         tenth = max(1, options.episodes // 10)
         return cls(
@@ -162,7 +162,7 @@ def _wires(names: str) -> str | frozenset[Wire]:
 
 
 @contextlib.contextmanager
-def _progress(episodes: int) -> Iterator[Callable[[Report], None]]:
+def _progress(episodes: int) -> Iterator[Callable[[DemoReport], None]]:
     """A bar on a terminal; elsewhere a line for each tenth of the run, and after a while without one."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -173,7 +173,7 @@ def _progress(episodes: int) -> Iterator[Callable[[Report], None]]:
     with Progress(*columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=episodes, what="starting")
 
-        def show(report: Report) -> None:
+        def show(report: DemoReport) -> None:
             nonlocal tenth, said_at
             done = len(report.returns)
             what = f"{report.by_wire.total() / 1e6:.1f} MB, mean return {fmean(report.returns[-64:]):.1f}"

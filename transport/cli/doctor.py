@@ -39,7 +39,7 @@ def doctor(
         return 0
 
     from transport.bench.units import parse_numbers, parse_size
-    from transport.doctor.report import Report, examine
+    from transport.doctor.report import DoctorReport, examine
     from transport.runtime.progress import bar_with_time_left
 
     wanted = parse_numbers("--ports", ports, 0, 65535)
@@ -55,7 +55,7 @@ def doctor(
                 progress=progress,
             )
         )
-    report = Report(checks=found)
+    report = DoctorReport(checks=found)
     emit(report, _text(found), json_target)
     return 1 if report.failed else 0
 

@@ -24,7 +24,7 @@ _SHOWN_STATES = ("ready", "claimed", "done", "discarded", "dead")
 _EVENTS = ("retried", "expired", "aged")
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class QueueReport(msgspec.Struct, frozen=True, kw_only=True):
     """The command's JSON."""
 
     depth: QueueDepth
@@ -61,7 +61,7 @@ def queue(
             _check_readable(rings)
         places = rings.not_counted()
         nothing = rings.why_nothing()
-        report = Report(
+        report = QueueReport(
             depth=rings.depth(rank),
             failures=rings.failures(limit),
             nothing=nothing.text if nothing is not None else "",
@@ -84,7 +84,7 @@ def _check_readable(queue: FoundRings) -> None:
             attach(segment, "observer").close()
 
 
-def _text(report: Report) -> str:
+def _text(report: QueueReport) -> str:
     depth = report.depth
     lines = []
     if report.not_counted:

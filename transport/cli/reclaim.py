@@ -65,7 +65,7 @@ class Segment(msgspec.Struct, kw_only=True):
         return f"{self.name}  {size}{where}  {what}  {fate}"
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class ReclaimReport(msgspec.Struct, frozen=True, kw_only=True):
     """The command's JSON."""
 
     segments: list[Segment]
@@ -106,7 +106,7 @@ def reclaim(
     segments += [_unused(path, size, dry_run=dry_run) for path, size in _left_by_ucx(of_ucx).items()]
     removed = [segment for segment in segments if segment.removed]
     freed = sum(segment.bytes for segment in removed if not segment.file)
-    report = Report(segments=segments, removed=len(removed), bytes_freed=freed)
+    report = ReclaimReport(segments=segments, removed=len(removed), bytes_freed=freed)
     total = f"{report.removed} of {count(len(segments), 'segment')} removed, {shown(report.bytes_freed)} freed"
     if dry_run:
         dead = [segment for segment in segments if segment.dead]

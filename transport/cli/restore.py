@@ -34,7 +34,7 @@ class RestorablePayload(msgspec.Struct, frozen=True, kw_only=True):
     metadata: dict[str, object]
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class RestoreReport(msgspec.Struct, frozen=True, kw_only=True):
     """The command's JSON."""
 
     manifest: Manifest
@@ -79,7 +79,7 @@ def restore(
         rollouts, expired = _served(saved, queue, stack)
         stopped.starting = False
         restored = sum(rollout.ring.get_ready_count() for rollout in rollouts)
-        report = Report(manifest=saved.manifest, restored=restored, expired=expired, dry_run=False)
+        report = RestoreReport(manifest=saved.manifest, restored=restored, expired=expired, dry_run=False)
         text = f"{text_of(saved.manifest)}\nrestored {count(restored, 'payload')}; serving until they are consumed"
         emit(report, text, json_target)
         sys.stdout.flush()
@@ -91,7 +91,7 @@ def restore(
     return None
 
 
-def _listed(saved: Saved) -> Report:
+def _listed(saved: Saved) -> RestoreReport:
     payloads = [
         RestorablePayload(
             id="/".join(map(str, each.ticket.origin)),
@@ -102,7 +102,7 @@ def _listed(saved: Saved) -> Report:
         )
         for each in saved.payloads
     ]
-    return Report(manifest=saved.manifest, restored=0, expired=0, dry_run=True, payloads=payloads)
+    return RestoreReport(manifest=saved.manifest, restored=0, expired=0, dry_run=True, payloads=payloads)
 
 
 def _lines(saved: Saved) -> str:

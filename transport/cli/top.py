@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from transport.observe.overview import Rates, RingView, Snapshot
+    from transport.observe.overview import HostSnapshot, Rates, RingView
 
 EXAMPLE = "Example: transport top rings:run-7- --once"
 
@@ -119,7 +119,7 @@ def _keys() -> Iterator[Callable[[float], bool]]:
         termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
 
 
-def _text(snapshot: Snapshot, rates: dict[str, Rates]) -> str:
+def _text(snapshot: HostSnapshot, rates: dict[str, Rates]) -> str:
     from io import StringIO
 
     from rich.console import Console
@@ -130,7 +130,7 @@ def _text(snapshot: Snapshot, rates: dict[str, Rates]) -> str:
     return out.getvalue().rstrip()
 
 
-def _picture(snapshot: Snapshot, rates: dict[str, Rates], width: int, hint: str = "") -> RenderableType:
+def _picture(snapshot: HostSnapshot, rates: dict[str, Rates], width: int, hint: str = "") -> RenderableType:
     """A table where the terminal has room for every value on its line, otherwise a few lines for each ring."""
     from rich.console import Console, Group
     from rich.text import Text
@@ -143,7 +143,7 @@ def _picture(snapshot: Snapshot, rates: dict[str, Rates], width: int, hint: str 
     return _lines(snapshot, rates, hint)
 
 
-def _lines(snapshot: Snapshot, rates: dict[str, Rates], hint: str) -> RenderableType:
+def _lines(snapshot: HostSnapshot, rates: dict[str, Rates], hint: str) -> RenderableType:
     from rich.text import Text
 
     text = Text(_title(snapshot), style="italic")
@@ -163,11 +163,11 @@ def _lines(snapshot: Snapshot, rates: dict[str, Rates], hint: str) -> Renderable
     return text
 
 
-def _title(snapshot: Snapshot) -> str:
+def _title(snapshot: HostSnapshot) -> str:
     return f"{count(len(snapshot.rings), 'ring')}, {count(len(snapshot.clients), 'client')} on this host"
 
 
-def _table(snapshot: Snapshot, rates: dict[str, Rates], name_width: int) -> Table:
+def _table(snapshot: HostSnapshot, rates: dict[str, Rates], name_width: int) -> Table:
     """Names are whole, since `transport top SEGMENT` takes them: long ones go on in further lines."""
     import textwrap
 
@@ -220,7 +220,7 @@ def _processes(view: RingView, between: str) -> str:
     return between.join(parts)
 
 
-def _caption(snapshot: Snapshot, hint: str) -> str:
+def _caption(snapshot: HostSnapshot, hint: str) -> str:
     clients = snapshot.clients
     acks = sum(client.statistics.acks_pending + client.statistics.acks_unconfirmed for client in clients)
     lines = [

@@ -41,7 +41,7 @@ from transport.devices.targets import Target
 from transport.errors import BufferUnsuitableError, DeadlineExceededError, InternalError
 from transport.ring.buffer import SharedRingBuffer
 from transport.ring.packing import check_destination
-from transport.schema import Layout, Placement, Schema
+from transport.schema import PayloadLayout, Placement, Schema
 from transport.ticket import Ticket
 from transport.values.decoding import field_value
 from transport.wires import Wire
@@ -71,7 +71,7 @@ class DevicePayload(ReadPayload):
         target: Target,
         schema: Schema | None,
         ack: Callable[[], bool],
-        layout: Layout | None = None,
+        layout: PayloadLayout | None = None,
     ) -> None:
         super().__init__(ticket, rank, wire, target.array, schema, ack, layout=layout)
         self._target = target

@@ -15,7 +15,7 @@ from transport._ring import Loan
 from transport.devices.buffers import Block
 from transport.errors import ClosedError, SchemaError, TransportError, UsageError
 from transport.ring.packing import decoded_views
-from transport.schema import Layout, Schema
+from transport.schema import PayloadLayout, Schema
 from transport.ticket import Ticket
 from transport.wires import Wire
 
@@ -89,7 +89,7 @@ class Payload(Mapping[str, Any]):
         """Bytes of the payload, with the gaps between tensors."""
         return self.ticket.size
 
-    def layout(self) -> Layout:
+    def layout(self) -> PayloadLayout:
         """Return where each field stands in `data`. Raises SchemaError where nothing describes the payload."""
         if undescribed := self.undescribed:
             raise SchemaError(undescribed)
@@ -170,7 +170,7 @@ class ReadPayload(Payload):
         data: Any,
         schema: Schema | None,
         acknowledge: Callable[[], bool],
-        layout: Layout | None = None,
+        layout: PayloadLayout | None = None,
     ) -> None:
         self.ticket = ticket
         self.rank = rank
@@ -215,7 +215,7 @@ class ReadPayload(Payload):
         """Schema of the fields; None: the ticket brings none, and the client was not given the ring's."""
         return self._schema
 
-    def layout(self) -> Layout:
+    def layout(self) -> PayloadLayout:
         """Return where each field that was read stands in `data`. Raises SchemaError as `fields` does."""
         return super().layout() if self._layout is None else self._layout
 

@@ -8,9 +8,10 @@ from transport.cooldown.epochs.ledger import Ledger
 from transport.cooldown.epochs.records import EpochRecord, Outcome, Phase
 from transport.cooldown.restoring import Restored, recorded_outcomes, restore
 from transport.cooldown.sharded import ShardedClient
-from transport.cooldown.verify import Proof
+from transport.cooldown.verify import CheckpointProof
 
 __all__ = [
+    "CheckpointProof",
     "CooldownClient",
     "CooldownHost",
     "Destination",
@@ -19,7 +20,6 @@ __all__ = [
     "Outcome",
     "Part",
     "Phase",
-    "Proof",
     "Restored",
     "ShardedClient",
     "Taken",

@@ -28,8 +28,8 @@ from transport.cooldown.epochs.records import (
     Note,
     Outcome,
     Phase,
-    Report,
     ReportKind,
+    UploadReport,
     check_name,
 )
 from transport.cooldown.upload import Stop, remove, upload
@@ -288,8 +288,8 @@ class EpochClient(abc.ABC):
 
     def _report(
         self, record: EpochRecord, kind: ReportKind, attempt: str, sha256: str = "", detail: str = ""
-    ) -> Report:
-        return Report(
+    ) -> UploadReport:
+        return UploadReport(
             run=record.run,
             epoch=record.epoch,
             client=self.name,

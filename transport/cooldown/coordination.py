@@ -23,12 +23,12 @@ from transport.cooldown.epochs.records import (
     Checkpoint,
     EpochRecord,
     Refusal,
-    Report,
+    UploadReport,
     check_name,
 )
 from transport.cooldown.restoring import epochs_at, publish, put_outcome
 from transport.cooldown.upload import Stop
-from transport.cooldown.verify import Proof, RefusedUpload, verified
+from transport.cooldown.verify import CheckpointProof, RefusedUpload, verified
 from transport.errors import ConfigurationError, DestinationError, StoreError, UsageError
 from transport.runtime.arguments import at_least, several
 from transport.runtime.blocking_calls import failure, in_thread, retry_store, settled
@@ -65,7 +65,7 @@ class CooldownHost:
         cooldown_s: float,
         seed: int,
         verify_s: float | None = None,
-        proof: Proof = Proof.STORED,
+        proof: CheckpointProof = CheckpointProof.STORED,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
@@ -179,7 +179,7 @@ class CooldownHost:
         epoch = coordinator.machine.record.epoch
         stop = Stop()
         slots = asyncio.Semaphore(AT_ONCE)
-        verdicts: set[asyncio.Task[tuple[Report, Checkpoint | RefusedUpload]]] = set()
+        verdicts: set[asyncio.Task[tuple[UploadReport, Checkpoint | RefusedUpload]]] = set()
         bell = ABSENT
         try:
             while True:
@@ -211,8 +211,8 @@ class CooldownHost:
             await asyncio.gather(*verdicts, return_exceptions=True)
 
     async def _verdict(
-        self, report: Report, verify: Callable[[], Checkpoint], slots: asyncio.Semaphore
-    ) -> tuple[Report, Checkpoint | RefusedUpload]:
+        self, report: UploadReport, verify: Callable[[], Checkpoint], slots: asyncio.Semaphore
+    ) -> tuple[UploadReport, Checkpoint | RefusedUpload]:
         async with slots:
             try:
                 return report, await in_thread(verify)
@@ -220,7 +220,7 @@ class CooldownHost:
                 return report, untrue
 
     def _verify(
-        self, record: EpochRecord, destination: Destination, report: Report, made: bytes | None, stop: Stop
+        self, record: EpochRecord, destination: Destination, report: UploadReport, made: bytes | None, stop: Stop
     ) -> Checkpoint:
         """Return the upload as a checkpoint. ``made``: the manifest of a set, which is written first."""
         if made is None:

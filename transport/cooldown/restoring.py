@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 
 from transport.cooldown.destinations.base import Destination
 from transport.cooldown.destinations.open import open_destination
-from transport.cooldown.epochs.manifest import NAME, File, Manifest
+from transport.cooldown.epochs.manifest import NAME, CheckpointManifest, File
 from transport.cooldown.epochs.records import EpochRecord, Outcome, Phase, check_name, is_upload, outcomes_folder
 from transport.cooldown.upload import FILES_AT_ONCE, Moving
 from transport.cooldown.verify import RefusedUpload, check_size, checked_pieces, reported_manifest
@@ -39,7 +39,7 @@ class Restored(NamedTuple):
 
     folder: Path
     files: dict[str, Path]  # by name
-    manifest: Manifest
+    manifest: CheckpointManifest
 
 
 def restore(
@@ -89,7 +89,7 @@ def restore(
     return Restored(into, {file.name: into / file.name for file in manifest.files}, manifest)
 
 
-def checkpoint_manifest(record: EpochRecord, destination: Destination) -> Manifest:
+def checkpoint_manifest(record: EpochRecord, destination: Destination) -> CheckpointManifest:
     """Return the manifest of an epoch's checkpoint. Raises as `restore` does."""
     place, sha256 = _place(record)
     try:
@@ -136,7 +136,7 @@ def _place(record: EpochRecord) -> tuple[str, str]:
     return record.folder(checkpoint.upload), checkpoint.manifest_sha256
 
 
-def _fetch(destination: Destination, manifest: Manifest, folder: Path, moving: Moving, file: File) -> None:
+def _fetch(destination: Destination, manifest: CheckpointManifest, folder: Path, moving: Moving, file: File) -> None:
     """Receive one file, verify it and flush it to disk."""
     path = manifest.path(file)
     check_size(destination, path, file)

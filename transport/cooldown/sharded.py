@@ -32,7 +32,7 @@ from transport.cooldown.destinations.masking import masked
 from transport.cooldown.destinations.open import open_destination
 from transport.cooldown.epochs.manifest import Blocks, File
 from transport.cooldown.epochs.records import EpochRecord, Outcome, Phase
-from transport.cooldown.epochs.shares import NO_SAVE, Local, Saved, Share, complete, divided, shares_of, turns
+from transport.cooldown.epochs.shares import NO_SAVE, Local, SavedShare, Share, complete, divided, shares_of, turns
 from transport.cooldown.restoring import checkpoint_manifest
 from transport.cooldown.upload import Stop, copied, plain_files, removed_on_failure
 from transport.errors import ConfigurationError, CoordinatorLostError, TransportError, UsageError
@@ -86,7 +86,7 @@ class ShardedClient(EpochClient):
         self._takeover_s = takeover_s
         self._process = secrets.token_hex(8)
         # The last epoch in which save() was called, and what it has saved, in case the store could not be told.
-        self._last: tuple[int, Saved | None] = (-1, None)
+        self._last: tuple[int, SavedShare | None] = (-1, None)
 
     # --- the save -------------------------------------------------------------------------------------
     async def _begun(self, watcher: asyncio.Task[None], epoch: int) -> EpochRecord:
@@ -125,7 +125,7 @@ class ShardedClient(EpochClient):
         await retry_store(partial(self._ledger.put_saved, record.epoch, saved))
         return True
 
-    async def _save_once(self, record: EpochRecord) -> Saved | None:
+    async def _save_once(self, record: EpochRecord) -> SavedShare | None:
         """Save, unless an earlier process or call has begun to: the other members would not join a second save."""
         begin = partial(self._ledger.begin_save, record.epoch, self.name, self._process)
         if self._last[0] == record.epoch or await retry_store(begin) != self._process:
@@ -146,7 +146,7 @@ class ShardedClient(EpochClient):
         self._last = (record.epoch, saved)
         return saved
 
-    async def _outlasting(self, call: asyncio.Future[Saved], record: EpochRecord) -> Saved:
+    async def _outlasting(self, call: asyncio.Future[SavedShare], record: EpochRecord) -> SavedShare:
         """Return the save's result, even if the cooldown ends before."""
         while not call.done():
             await asyncio.wait([call], timeout=SAVE_LOG_S)
@@ -154,13 +154,13 @@ class ShardedClient(EpochClient):
                 log.warning("epoch %d has ended, but save() of step %d has not", record.epoch, record.step)
         return call.result()
 
-    def _save_files(self, record: EpochRecord) -> Saved:
+    def _save_files(self, record: EpochRecord) -> SavedShare:
         folder = local_copy(self._scratch, record.epoch)
         shutil.rmtree(folder, ignore_errors=True)
         save_into(self._save, folder, record.step)
         made_durable(folder)
         files = tuple((name, path.stat().st_size) for name, path in plain_files(folder))
-        return Saved(member=self.name, host=record.hosts[self.name], folder=str(folder), files=files)
+        return SavedShare(member=self.name, host=record.hosts[self.name], folder=str(folder), files=files)
 
     # --- the upload -----------------------------------------------------------------------------------
     async def _carry(self, record: EpochRecord) -> None:

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 from transport.cooldown.destinations.base import PIECE, Destination
 from transport.cooldown.epochs import manifest as manifests
-from transport.cooldown.epochs.manifest import Blocks, File, Manifest
+from transport.cooldown.epochs.manifest import Blocks, CheckpointManifest, File
 from transport.cooldown.epochs.records import EpochRecord
 from transport.errors import DestinationError, UploadCancelledError, UsageError
 from transport.runtime.blocking_calls import in_parallel
@@ -50,7 +50,7 @@ class Stop:
 class Uploaded(NamedTuple):
     """A complete upload, not yet verified by the coordinator."""
 
-    manifest: Manifest
+    manifest: CheckpointManifest
     sha256: str  # of the manifest as written
 
 
@@ -80,7 +80,7 @@ def upload(
     if not sources:
         raise UsageError(f"{folder} contains no file to upload")
     with removed_on_failure(destination, place):
-        manifest = Manifest(
+        manifest = CheckpointManifest(
             run=record.run,
             epoch=record.epoch,
             step=record.step,
@@ -150,21 +150,25 @@ def _target(path: Path) -> Path:
         return Path(os.path.realpath(path, strict=True))
 
 
-class Stream(NamedTuple):
+class UploadStream(NamedTuple):
     """Bytes that become a file: how many, and a call that yields them in pieces of `PIECE` and the rest."""
 
     size: int
     pieces: Callable[[], Iterator[bytes]]
 
     @classmethod
-    def of_file(cls, path: Path) -> Stream:
+    def of_file(cls, path: Path) -> UploadStream:
         """Return a file's stream. Raises UsageError where it cannot be read."""
         with _reading(path):
             return cls(path.stat().st_size, partial(_file_pieces, path))
 
 
 def copied(
-    sources: Sequence[tuple[str, Path | Stream]], destination: Destination, place: str, stop: Stop, progress: Progress
+    sources: Sequence[tuple[str, Path | UploadStream]],
+    destination: Destination,
+    place: str,
+    stop: Stop,
+    progress: Progress,
 ) -> tuple[File, ...]:
     """Copy files or streams, `FILES_AT_ONCE` at a time, into ``place``, and make them durable. Raises as `upload`."""
     for name, _ in sources:
@@ -199,10 +203,10 @@ class Moving:
             self._progress(self._done, self._files, self._bytes)
 
 
-def _copy(source: Path | Stream, name: str, destination: Destination, target: str, moving: Moving) -> File:
+def _copy(source: Path | UploadStream, name: str, destination: Destination, target: str, moving: Moving) -> File:
     blocks = Blocks()
 
-    def pieces(stream: Stream) -> Generator[bytes, None, None]:
+    def pieces(stream: UploadStream) -> Generator[bytes, None, None]:
         for piece in stream.pieces():
             moving.stop.check()
             yield piece
@@ -211,7 +215,7 @@ def _copy(source: Path | Stream, name: str, destination: Destination, target: st
         moving.stop.check()
 
     moving.stop.check()
-    stream = source if isinstance(source, Stream) else Stream.of_file(source)
+    stream = source if isinstance(source, UploadStream) else UploadStream.of_file(source)
     with contextlib.closing(pieces(stream)) as all_of_it:
         proofs = destination.write(target, stream.size, all_of_it)
     moving.moved(0, done=1)

@@ -14,12 +14,12 @@ from functools import partial
 
 from transport.cooldown.destinations.base import Destination
 from transport.cooldown.epochs import manifest as manifests
-from transport.cooldown.epochs.manifest import Blocks, File, Manifest
+from transport.cooldown.epochs.manifest import Blocks, CheckpointManifest, File
 from transport.cooldown.epochs.records import (
     Checkpoint,
     EpochRecord,
     Refusal,
-    Report,
+    UploadReport,
     is_attempt,
 )
 from transport.cooldown.upload import FILES_AT_ONCE, Stop
@@ -27,7 +27,7 @@ from transport.errors import CheckpointDamagedError, DestinationError
 from transport.runtime.blocking_calls import in_parallel
 
 
-class Proof(enum.Enum):
+class CheckpointProof(enum.Enum):
     """How the coordinator verifies an upload."""
 
     STORED = "stored"  # by the destination's checksums where it has them, else by reading back
@@ -51,9 +51,9 @@ def _wrong(file: File, refusal: Refusal, detail: str) -> RefusedUpload:
 def verified(
     destination: Destination,
     record: EpochRecord,
-    report: Report,
+    report: UploadReport,
     stop: Stop | None = None,
-    proof: Proof = Proof.STORED,
+    proof: CheckpointProof = CheckpointProof.STORED,
 ) -> Checkpoint:
     """Verify manifest, sizes and checksums of a reported upload; returns it as the checkpoint.
 
@@ -78,9 +78,9 @@ def verified(
     )
 
 
-def _check_file(destination: Destination, proof: Proof, stop: Stop, path: str, file: File) -> None:
+def _check_file(destination: Destination, proof: CheckpointProof, stop: Stop, path: str, file: File) -> None:
     stop.check()
-    if proof is Proof.STORED:
+    if proof is CheckpointProof.STORED:
         stored = destination.proofs(path)
         if any(file.proofs.get(kind) == value for kind, value in stored.items()):
             return
@@ -88,7 +88,7 @@ def _check_file(destination: Destination, proof: Proof, stop: Stop, path: str, f
         stop.check()
 
 
-def reported_manifest(destination: Destination, place: str, sha256: str | None) -> Manifest:
+def reported_manifest(destination: Destination, place: str, sha256: str | None) -> CheckpointManifest:
     """Return the manifest of the upload in this folder.
 
     Raises RefusedUpload if it is missing, belongs to another upload, or is not the one with this checksum, if any.

@@ -52,7 +52,7 @@ SERVER: Final = ServerOptions(settings=SETTINGS)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class DemoOptions:
     """The name of the job, which its rings have, and its size."""
 
     run: str = field(default_factory=lambda: f"demo-{secrets.token_hex(8)}-")
@@ -65,7 +65,7 @@ class Options:
 
 
 @dataclass(kw_only=True)
-class Report:
+class DemoReport:
     """Figures of one trainer, or of all together."""
 
     deliveries: int = 0
@@ -144,7 +144,7 @@ def play(environment: Any, policy: Policy, rng: np.random.Generator) -> dict[str
 
 
 # --- a rollout process ------------------------------------------------------------------------------
-def rollout(rings: str, number: int, options: Options) -> None:
+def rollout(rings: str, number: int, options: DemoOptions) -> None:
     """Play a share of the episodes and write each; take the newest policy before each."""
     environment = cartpole()
     policy, rng = Policy(options.seed), np.random.default_rng([options.seed, number])
@@ -181,9 +181,11 @@ def job_runs() -> bool:
 
 
 # --- a trainer ----------------------------------------------------------------------------------------
-def train(rings: str, rank: int, options: Options, shown: Callable[[Report], None], stop: Callable[[], Any]) -> Report:
+def train(
+    rings: str, rank: int, options: DemoOptions, shown: Callable[[DemoReport], None], stop: Callable[[], Any]
+) -> DemoReport:
     """Take batches until the rollouts have ended; rank 0 learns from them and offers each new policy."""
-    report = Report()
+    report = DemoReport()
     policy = Policy(options.seed)
     with (
         Trainer(
@@ -214,14 +216,14 @@ def train(rings: str, rank: int, options: Options, shown: Callable[[Report], Non
     return report
 
 
-def read_along(rings: str, rank: int, options: Options, answer: Any) -> None:
+def read_along(rings: str, rank: int, options: DemoOptions, answer: Any) -> None:
     """Be a trainer of a further rank, which reads every episode as well, in a process of its own."""
     with until_stopped() as stopped:
         answer.send(train(rings, rank, options, lambda _: None, lambda: stopped.is_set() or not job_runs()))
 
 
 # --- the whole job --------------------------------------------------------------------------------------
-def run(options: Options, shown: Callable[[Report], None]) -> Report:
+def run(options: DemoOptions, shown: Callable[[DemoReport], None]) -> DemoReport:
     """Run rollouts and further trainers as processes, and the first trainer here. Nothing of it is left behind."""
     started = time.monotonic()
     rings = f"rings:{options.run}"
@@ -266,4 +268,4 @@ def run(options: Options, shown: Callable[[Report], None]) -> Report:
 
 
 if __name__ == "__main__":
-    run(Options(), lambda now: print(f"{len(now.returns)} episodes, mean return {np.mean(now.returns[-64:]):.1f}"))
+    run(DemoOptions(), lambda now: print(f"{len(now.returns)} episodes, mean return {np.mean(now.returns[-64:]):.1f}"))

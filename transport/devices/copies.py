@@ -13,7 +13,7 @@ from typing import NamedTuple
 from transport.devices.arrays import DeviceTensor
 from transport.devices.libraries import library_of
 from transport.devices.streams import Mark, Stream, copy_to_host, settled_on_failure
-from transport.schema import Layout
+from transport.schema import PayloadLayout
 
 # Bytes of one step, and of the steps that are copied while one is hashed; up to which size tensors share a step.
 _STEP_BYTES = 2 << 20
@@ -56,7 +56,7 @@ class Source(NamedTuple):
     stream: Stream
 
 
-def sources_of(layout: Layout, arrays: Sequence[object]) -> list[Source | None]:
+def sources_of(layout: PayloadLayout, arrays: Sequence[object]) -> list[Source | None]:
     """The device tensors of a payload, on the current streams of this thread; None for tensors in host memory.
 
     arrays: in the layout's order; the `DeviceTensor`s are contiguous and of the layout's dtypes.

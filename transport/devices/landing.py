@@ -15,7 +15,7 @@ import numpy as np
 from transport import _ring
 from transport.devices.buffers import is_short_of_memory
 from transport.devices.libraries import Library, parse_device
-from transport.devices.streams import Underway, current_device, pooled_pinned_memory
+from transport.devices.streams import QueuedCopies, current_device, pooled_pinned_memory
 from transport.devices.targets import Target
 from transport.errors import BatchTooLargeError, BufferUnsuitableError
 from transport.schema import ALIGNMENT, Placement
@@ -24,7 +24,7 @@ Array = np.ndarray[Any, Any]
 
 _LARGEST: Final = 1 << 62  # bytes; no machine has it, and numpy counts with 63 bits
 _POOL: Final = _ring.BufferPool()
-_UNDERWAY: Final = Underway()
+_UNDERWAY: Final = QueuedCopies()
 
 
 class Wanted(NamedTuple):

@@ -190,7 +190,7 @@ def current_device() -> int:
     return int(require_cupy().cuda.Device().id)
 
 
-class Underway:
+class QueuedCopies:
     """Host memory that queued copies read, kept until they are done. Any thread."""
 
     def __init__(self) -> None:
@@ -198,7 +198,7 @@ class Underway:
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
-        return f"<Underway {len(self._kept)} copies>"
+        return f"<QueuedCopies {len(self._kept)} copies>"
 
     def keep(self, mark: Mark, memory: Any) -> None:
         """Until ``mark`` has passed, which is looked at with every further call."""

@@ -18,7 +18,7 @@ from transport.wires import settings_for, user_settings
 _LIBRARY, _TRANSFERS = 2, 7  # places of these groups
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class DoctorReport(msgspec.Struct, frozen=True, kw_only=True):
     """The command's JSON."""
 
     checks: list[Check]

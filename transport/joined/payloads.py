@@ -21,7 +21,7 @@ from transport.client.payload import Payload, ReadPayload, no_field
 from transport.errors import PayloadDamagedError, RankError, SchemaError, TransportError, UsageError
 from transport.joined.parents import FIELD, Parent, check_rank, parents_of
 from transport.ring.parts import field_names
-from transport.schema import Layout
+from transport.schema import PayloadLayout
 from transport.ticket import Ticket
 
 Identity = tuple[str, int, int]
@@ -95,7 +95,7 @@ class JoinedPayload(ReadPayload):
         """Every field by name: the payload itself."""
         return self
 
-    def layout(self) -> Layout:
+    def layout(self) -> PayloadLayout:
         """Raises UsageError: each part has a layout of its own."""
         raise self._in_parts("a layout")
 

@@ -255,7 +255,7 @@ class _Look:
 
 
 @dataclass
-class _Source:
+class _SampleSource:
     """A source of samples, under a name that no other source has, and how many exporters it was added to."""
 
     name: str
@@ -268,7 +268,7 @@ class _Port:
 
     def __init__(self, port: int, bind: str) -> None:
         prometheus, _ = _prometheus()
-        self._sources: dict[object, _Source] = {}
+        self._sources: dict[object, _SampleSource] = {}
         self._lock = threading.Lock()
         registry = prometheus.CollectorRegistry()
         registry.register(self)
@@ -293,7 +293,7 @@ class _Port:
                 return
             taken = {source.name for source in self._sources.values()}
             names = (name if number == 1 else f"{name} ({number})" for number in itertools.count(1))
-            self._sources[of] = _Source(next(each for each in names if each not in taken), samples)
+            self._sources[of] = _SampleSource(next(each for each in names if each not in taken), samples)
 
     def remove(self, of: object) -> None:
         """Collect from it no more, unless it was added again."""

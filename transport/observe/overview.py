@@ -49,7 +49,7 @@ class RingView(msgspec.Struct, frozen=True, kw_only=True):
     unreadable: str = ""
 
 
-class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+class HostSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """A snapshot of the host; the command's JSON.
 
     Attributes:
@@ -100,7 +100,7 @@ def named(names: Sequence[str]) -> list[str]:
     return found
 
 
-def look(names: list[str] | None = None) -> Snapshot:
+def look(names: list[str] | None = None) -> HostSnapshot:
     """A snapshot of the host. ``names``: only these rings, and the clients that map them or are connected to them."""
     rings = [view for name in (_native.segments() if names is None else names) if (view := _ring(name)) is not None]
     clients = status_socket.clients()
@@ -108,10 +108,10 @@ def look(names: list[str] | None = None) -> Snapshot:
         processes = {pid for view in rings for pid in (view.writer, *view.readers)}
         shown = {view.ring for view in rings}
         clients = [each for each in clients if each.pid in processes or not shown.isdisjoint(each.rings)]
-    return Snapshot(taken=time.time(), monotonic_s=time.monotonic(), rings=tuple(rings), clients=tuple(clients))
+    return HostSnapshot(taken=time.time(), monotonic_s=time.monotonic(), rings=tuple(rings), clients=tuple(clients))
 
 
-def rates(before: Snapshot, after: Snapshot) -> dict[str, Rates]:
+def rates(before: HostSnapshot, after: HostSnapshot) -> dict[str, Rates]:
     """Rates by ring name; a ring that is new, or was made again, has none yet."""
     seconds = after.monotonic_s - before.monotonic_s
     known = {(view.name, view.ring): view for view in before.rings}

@@ -10,7 +10,7 @@ import msgspec
 
 from transport.errors import RunLostError, StaleRoundError, StoreUnsuitableError
 from transport.rendezvous.member_states import Member
-from transport.rendezvous.records import Closing, Keys, Phase, Reason, Round
+from transport.rendezvous.records import Closing, Keys, Reason, Round, RoundPhase
 from transport.runtime.durable import write_whole
 from transport.runtime.error_text import error_text, reportable
 from transport.store.base import Store
@@ -30,7 +30,7 @@ def closed(run: str, current: Round, reason: Reason, by: str, message: str) -> R
         by=by,
         message=reportable(message),
     )
-    return msgspec.structs.replace(current, phase=Phase.CLOSED, closing=closing)
+    return msgspec.structs.replace(current, phase=RoundPhase.CLOSED, closing=closing)
 
 
 def close_run(

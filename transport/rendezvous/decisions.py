@@ -23,11 +23,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
-from transport.rendezvous.records import Peer, Phase, Reason, Round, Seat, Status
+from transport.rendezvous.records import Peer, Reason, Round, RoundPhase, Seat, Status
 from transport.rendezvous.rules import Rules
 
 
-class Snapshot(NamedTuple):
+class RoundSnapshot(NamedTuple):
     """Input of a decision.
 
     Attributes:
@@ -73,11 +73,11 @@ _MOST_NAMED = 4
 _DIGITS = re.compile(r"([0-9]+)")
 
 Act: TypeAlias = Complete | OpenNext | CloseRun
-Rule: TypeAlias = Callable[[Snapshot, Rules], Act | None]
+Rule: TypeAlias = Callable[[RoundSnapshot, Rules], Act | None]
 Position: TypeAlias = tuple[tuple[tuple[int, str], ...], ...]
 
 
-def decide(snapshot: Snapshot, rules: Rules) -> Act | None:
+def decide(snapshot: RoundSnapshot, rules: Rules) -> Act | None:
     """Return the decision of the first rule that applies; None: wait and decide again later."""
     for phase, rule in TABLE:
         if phase is snapshot.round.phase and (act := rule(snapshot, rules)) is not None:
@@ -85,22 +85,22 @@ def decide(snapshot: Snapshot, rules: Rules) -> Act | None:
     return None
 
 
-def _current(snapshot: Snapshot) -> list[Seat]:
+def _current(snapshot: RoundSnapshot) -> list[Seat]:
     return one_seat_each([seat for seat in snapshot.seats if seat.round == snapshot.round.number])
 
 
-def _complete(snapshot: Snapshot, seats: Sequence[Seat]) -> Complete:
+def _complete(snapshot: RoundSnapshot, seats: Sequence[Seat]) -> Complete:
     before = {peer.member: rank for rank, peer in enumerate(snapshot.active)}
     return place(seats, snapshot.round.most, before)
 
 
-def _full(snapshot: Snapshot, rules: Rules) -> Act | None:
+def _full(snapshot: RoundSnapshot, rules: Rules) -> Act | None:
     seats = _current(snapshot)
     missing = snapshot.returning - {seat.member for seat in seats}
     return _complete(snapshot, seats) if len(seats) >= snapshot.round.most and not missing else None
 
 
-def _settled(snapshot: Snapshot, rules: Rules) -> Act | None:
+def _settled(snapshot: RoundSnapshot, rules: Rules) -> Act | None:
     if snapshot.round.number == 1 or snapshot.open_s < rules.settle_s:
         return None  # of the first round it is not known who will come
     seats = _current(snapshot)
@@ -108,7 +108,7 @@ def _settled(snapshot: Snapshot, rules: Rules) -> Act | None:
     return _complete(snapshot, seats) if len(seats) >= snapshot.round.least and not missing else None
 
 
-def _last_call_over(snapshot: Snapshot, rules: Rules) -> Act | None:
+def _last_call_over(snapshot: RoundSnapshot, rules: Rules) -> Act | None:
     seats = _current(snapshot)
     # A missing member that has not seen this round open keeps its rank until the lease that it knows has ended.
     missing = snapshot.returning - {seat.member for seat in seats}
@@ -117,7 +117,7 @@ def _last_call_over(snapshot: Snapshot, rules: Rules) -> Act | None:
     return _complete(snapshot, seats) if enough and snapshot.open_s >= wait_s else None
 
 
-def _overdue(snapshot: Snapshot, rules: Rules) -> Act | None:
+def _overdue(snapshot: RoundSnapshot, rules: Rules) -> Act | None:
     here, least = len(_current(snapshot)), snapshot.round.least
     if here >= least or snapshot.open_s < rules.join_timeout_s:
         return None
@@ -127,13 +127,13 @@ def _overdue(snapshot: Snapshot, rules: Rules) -> Act | None:
     )
 
 
-def _all_done(snapshot: Snapshot, rules: Rules) -> Act | None:
+def _all_done(snapshot: RoundSnapshot, rules: Rules) -> Act | None:
     done = {(seat.slot, seat.member) for seat in _current(snapshot) if seat.status is Status.DONE}
     all_done = bool(snapshot.active) and all((peer.slot, peer.member) in done for peer in snapshot.active)
     return CloseRun(Reason.SUCCESS, f"all {len(snapshot.active)} members are done") if all_done else None
 
 
-def _broken(snapshot: Snapshot, rules: Rules) -> Act | None:
+def _broken(snapshot: RoundSnapshot, rules: Rules) -> Act | None:
     if not snapshot.active:
         return _reopen(snapshot, rules, "the roster is missing in the store")
     by_slot = {seat.slot: seat for seat in snapshot.seats if seat.round == snapshot.round.number}
@@ -146,7 +146,7 @@ def _broken(snapshot: Snapshot, rules: Rules) -> Act | None:
     return None
 
 
-def _growing(snapshot: Snapshot, rules: Rules) -> Act | None:
+def _growing(snapshot: RoundSnapshot, rules: Rules) -> Act | None:
     newcomers = sorted(snapshot.waiting - {peer.member for peer in snapshot.active})
     last = rules.most_rounds is not None and snapshot.round.number >= rules.most_rounds
     if not rules.grow or last or not newcomers or len(snapshot.active) >= snapshot.round.most:
@@ -165,7 +165,7 @@ def without(before: Sequence[Peer], now: Sequence[Seat], why: str) -> str:
     return f"; without {shown}" if gone else ""
 
 
-def _reopen(snapshot: Snapshot, rules: Rules, why: str) -> Act:
+def _reopen(snapshot: RoundSnapshot, rules: Rules, why: str) -> Act:
     if rules.most_rounds is not None and snapshot.round.number >= rules.most_rounds:
         return CloseRun(
             Reason.FAILURE, f"{why}; round {snapshot.round.number} was the last of {rules.most_rounds} rounds"
@@ -173,14 +173,14 @@ def _reopen(snapshot: Snapshot, rules: Rules, why: str) -> Act:
     return OpenNext(why)
 
 
-TABLE: tuple[tuple[Phase, Rule], ...] = (
-    (Phase.OPEN, _full),
-    (Phase.OPEN, _settled),
-    (Phase.OPEN, _last_call_over),
-    (Phase.OPEN, _overdue),
-    (Phase.RUNNING, _all_done),
-    (Phase.RUNNING, _broken),
-    (Phase.RUNNING, _growing),
+TABLE: tuple[tuple[RoundPhase, Rule], ...] = (
+    (RoundPhase.OPEN, _full),
+    (RoundPhase.OPEN, _settled),
+    (RoundPhase.OPEN, _last_call_over),
+    (RoundPhase.OPEN, _overdue),
+    (RoundPhase.RUNNING, _all_done),
+    (RoundPhase.RUNNING, _broken),
+    (RoundPhase.RUNNING, _growing),
 )
 
 

@@ -14,9 +14,9 @@ import msgspec
 
 from transport.errors import StoreError
 from transport.rendezvous.closing import closed
-from transport.rendezvous.decisions import Act, CloseRun, Complete, OpenNext, Snapshot, decide, without
+from transport.rendezvous.decisions import Act, CloseRun, Complete, OpenNext, RoundSnapshot, decide, without
 from transport.rendezvous.leased import Leased
-from transport.rendezvous.records import Closing, Keys, Peer, Phase, Place, Role, Roster, Round, Seat, Status
+from transport.rendezvous.records import Closing, Keys, Peer, Place, Role, Roster, Round, RoundPhase, Seat, Status
 from transport.rendezvous.rules import Rules
 from transport.store.base import ABSENT, Change, Entry, Store
 from transport.store.decision import Next, advance
@@ -56,7 +56,7 @@ class Hosting:
         first = Round(
             incarnation=incarnation,
             number=1,
-            phase=Phase.OPEN,
+            phase=RoundPhase.OPEN,
             term=1,
             host=self._me,
             least=rules.least,
@@ -96,9 +96,9 @@ class Hosting:
         def step(current: Round | None) -> Next[Round] | None:
             nonlocal after
             after = None
-            if current is None or current.host != self._me or current.phase is Phase.CLOSED:
+            if current is None or current.host != self._me or current.phase is RoundPhase.CLOSED:
                 return None
-            gate = current.phase is Phase.OPEN
+            gate = current.phase is RoundPhase.OPEN
             snapshot = self._gate(current, now) if gate else self._everybody(current)
             self.next_at = now + self._rules.host_poll_s(max(len(snapshot.seats), len(snapshot.active)))
             act = decide(snapshot, self._rules)
@@ -112,33 +112,33 @@ class Hosting:
             return None
         log.info("host %s: round %d is %s (%s)", self._me, after.number, after.phase, after.why)
         self.next_at = now
-        if after.phase is Phase.OPEN and after.number > 2:
+        if after.phase is RoundPhase.OPEN and after.number > 2:
             with contextlib.suppress(StoreError):  # cleaning up only; these records are not read any more
                 self._forget(after.number - 2)
         return after.closing
 
-    def _gate(self, current: Round, now: float) -> Snapshot:
+    def _gate(self, current: Round, now: float) -> RoundSnapshot:
         """Return a snapshot of the members that joined; cheap while there are too few."""
         open_s = self.open_s(current, now)
         key = self._keys.slots(current.number)
         counter = self._store.get(key)
         taken = 0 if counter is None else decode(int, key, counter.value)
         if taken < current.least and open_s < self._rules.join_timeout_s:
-            return Snapshot(current, (), open_s=open_s)
+            return RoundSnapshot(current, (), open_s=open_s)
         last = current.number - 1
         before = self._peers(last)
         # First the seats of this round: who takes one later has the seat of the round before, and is waited for.
         here = decode_each(Seat, self._store.scan(self._keys.seats(current.number)))
         stay = {(seat.slot, seat.member) for seat in self._seats(last, before) if not self._has_finished(seat)}
         returning = frozenset(peer.member for peer in before if (peer.slot, peer.member) in stay)
-        return Snapshot(current, list(here.values()), before, returning, open_s, self._waiting())
+        return RoundSnapshot(current, list(here.values()), before, returning, open_s, self._waiting())
 
-    def _everybody(self, current: Round) -> Snapshot:
+    def _everybody(self, current: Round) -> RoundSnapshot:
         """Return a snapshot of the members with a rank."""
         peers = self._peers(current.number)
         seats = self._seats(current.number, peers)
         waiting = self._waiting() if len(peers) < current.most else frozenset()
-        return Snapshot(current, seats, peers, waiting=waiting)
+        return RoundSnapshot(current, seats, peers, waiting=waiting)
 
     def _seats(self, number: int, peers: Sequence[Peer]) -> list[Seat]:
         """Return the seats that these members still have in a round. One that cannot be read is none."""
@@ -168,17 +168,17 @@ class Hosting:
             self._roster = roster
         return self._roster.peers
 
-    def _after(self, act: Act, snapshot: Snapshot) -> tuple[Round, list[Change]]:
+    def _after(self, act: Act, snapshot: RoundSnapshot) -> tuple[Round, list[Change]]:
         """Return the round after a decision, and the records that are written with it."""
         current = snapshot.round
         match act:
             case Complete(active, standby):
                 why = current.why + without(snapshot.active, active, current.why)
-                after = msgspec.structs.replace(current, phase=Phase.RUNNING, why=why)
+                after = msgspec.structs.replace(current, phase=RoundPhase.RUNNING, why=why)
                 return after, self._places(current.number, active, standby)
             case OpenNext(why):
                 number = current.number + 1
-                return msgspec.structs.replace(current, number=number, phase=Phase.OPEN, why=why[:1024]), []
+                return msgspec.structs.replace(current, number=number, phase=RoundPhase.OPEN, why=why[:1024]), []
             case CloseRun(reason, message):
                 return closed(self._keys.run, current, reason, self._me, message), []
 

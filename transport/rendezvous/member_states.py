@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from transport.errors import InternalError
 from transport.rendezvous.leased import SeatLease
-from transport.rendezvous.records import Closing, Phase, Place, Role, Round
+from transport.rendezvous.records import Closing, Place, Role, Round, RoundPhase
 
 
 class State(enum.StrEnum):
@@ -159,15 +159,15 @@ class Member:
         event = self._event(current, place)
         if event is not None:
             self.apply(event, place, seat)
-        if self.state is State.TAKING and current.phase is Phase.OPEN:
+        if self.state is State.TAKING and current.phase is RoundPhase.OPEN:
             self.round, self.slot = current.number, None
         return event is not Event.OVER
 
     def _event(self, current: Round, place: Place | None) -> Event | None:
-        if current.phase is Phase.CLOSED:
+        if current.phase is RoundPhase.CLOSED:
             return Event.OVER
         mine = self.slot is not None and self.round == current.number
-        if current.phase is Phase.OPEN:
+        if current.phase is RoundPhase.OPEN:
             return None if mine else Event.GATE_OPEN
         if not mine or place is None:
             return Event.LEFT_OUT

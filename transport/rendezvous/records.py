@@ -31,7 +31,7 @@ Text = Annotated[str, msgspec.Meta(max_length=MOST_TEXT)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class Phase(enum.StrEnum):
+class RoundPhase(enum.StrEnum):
     """State of a round."""
 
     OPEN = "open"  # members that come take a slot
@@ -79,7 +79,7 @@ class Round(msgspec.Struct, frozen=True, kw_only=True):
 
     incarnation: Name
     number: Count
-    phase: Phase
+    phase: RoundPhase
     term: Count
     host: Name
     least: Count

@@ -30,7 +30,18 @@ from transport.rendezvous.closing import Archive, close_run, write_archive
 from transport.rendezvous.hosting import Hosting
 from transport.rendezvous.leased import Leased, SeatLease
 from transport.rendezvous.member_states import Event, Member, State, View
-from transport.rendezvous.records import Closing, Keys, Phase, Place, Reason, Roster, Round, Seat, Status, check_name
+from transport.rendezvous.records import (
+    Closing,
+    Keys,
+    Place,
+    Reason,
+    Roster,
+    Round,
+    RoundPhase,
+    Seat,
+    Status,
+    check_name,
+)
 from transport.rendezvous.rules import Rules
 from transport.runtime.error_text import reportable
 from transport.store.base import ABSENT, Store
@@ -354,7 +365,7 @@ class Session:
 
     def _check_wait(self, current: Round, now: float) -> None:
         """Time limit for an open round. Usually the host closes the run; this is for runs whose hosts fail in turn."""
-        open_s = self._hosting.open_s(current, now) if current.phase is Phase.OPEN else 0.0
+        open_s = self._hosting.open_s(current, now) if current.phase is RoundPhase.OPEN else 0.0
         if self._member.state is State.SEATED and open_s > self.rules.join_timeout_s + 2 * self.rules.lease_s:
             what = f"round {self._member.round} of run {self.keys.run}"
             raise JoinTimeoutError(f"{what} is not complete after {open_s:.0f} s: too few members joined")

@@ -27,7 +27,7 @@ from transport.errors import BatchTooLargeError, UsageError
 from transport.ring.batch_shape import BatchLayout, Shape, fields_of
 from transport.schema import DTYPES, Schema, TensorSpec
 from transport.ticket import Ticket
-from transport.values.decoding import Fields, field_value
+from transport.values.decoding import DecodedFields, field_value
 from transport.wires import Wire
 
 log = logging.getLogger(__name__)
@@ -405,7 +405,7 @@ class Gathered(Sequence[Mapping[str, Any]]):
             if wanted is None or each.name in wanted:
                 there = None if each.absent else np.ndarray(each.shape, each.dtype, memory, begin + each.offset)
                 fields[each.name] = there
-        return Fields(fields, self.schema.kinds) if self.schema.kinds else fields
+        return DecodedFields(fields, self.schema.kinds) if self.schema.kinds else fields
 
     def _laid_out(self, at: int) -> Mapping[str, Any]:
         self._landing.make_stream_wait()

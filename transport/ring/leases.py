@@ -19,7 +19,7 @@ from transport._ring import Loan
 from transport.errors import ClosedError, RingError, SchemaError
 from transport.ring.packing import views, zero_gaps
 from transport.ring.writes import Slots, Terms
-from transport.schema import Layout, Schema
+from transport.schema import PayloadLayout, Schema
 from transport.ticket import NO_SCHEMA, Ticket, host_identity
 
 log = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class WriteLease(_Lease):
         loan: Loan,
         schema: Schema | None,
         lengths: tuple[int, ...],
-        layout: Layout,
+        layout: PayloadLayout,
         metadata: dict[str, Any],
         terms: Terms,
     ) -> None:

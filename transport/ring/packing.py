@@ -22,9 +22,9 @@ from transport.devices.copies import Source as DeviceSource
 from transport.devices.libraries import library_of
 from transport.devices.streams import address_of
 from transport.errors import BufferUnsuitableError, SchemaError
-from transport.schema import ALIGNMENT, DTYPES, KINDS, Layout, Placement, Schema, TensorSpec, schema_of_rows
+from transport.schema import ALIGNMENT, DTYPES, KINDS, PayloadLayout, Placement, Schema, TensorSpec, schema_of_rows
 from transport.values.arrays import NAMES, Array, as_array, as_host_array, comes_back_as_another, found_array, memory_of
-from transport.values.decoding import Fields
+from transport.values.decoding import DecodedFields
 from transport.values.encoding import Pieces, own_bytes, pieces_of, text_bytes
 
 __all__ = ["Array", "as_array", "as_host_array"]
@@ -207,7 +207,7 @@ def _numbers(spec: TensorSpec, value: Any, dtype: np.dtype[Any], casting: Castin
     return made
 
 
-def flat(layout: Layout, fields: Sequence[Field]) -> tuple[Layout, list[Array]]:
+def flat(layout: PayloadLayout, fields: Sequence[Field]) -> tuple[PayloadLayout, list[Array]]:
     """For payloads with values: each piece as an array of its own, at its place. Others come as they are."""
     placements: list[Placement] = []
     arrays: list[Array] = []
@@ -220,11 +220,11 @@ def flat(layout: Layout, fields: Sequence[Field]) -> tuple[Layout, list[Array]]:
         else:
             placements.append(placement)
             arrays.append(field)
-    return Layout(tuple(placements), layout.total), arrays
+    return PayloadLayout(tuple(placements), layout.total), arrays
 
 
 # --- packing -------------------------------------------------------------------------------------
-def pack_into(layout: Layout, arrays: Sequence[Array], destination: memoryview) -> int:
+def pack_into(layout: PayloadLayout, arrays: Sequence[Array], destination: memoryview) -> int:
     """Copy each array to its place; gaps become zeros, so equal payloads are equal bytes.
 
     layout, arrays: as `describe` gave them, shapes equal; a dtype that differs is converted, unchecked.
@@ -241,7 +241,7 @@ def pack_into(layout: Layout, arrays: Sequence[Array], destination: memoryview) 
 
 
 def pack_from(
-    layout: Layout, arrays: Sequence[Array], target: memoryview, sources: Sequence[DeviceSource | None]
+    layout: PayloadLayout, arrays: Sequence[Array], target: memoryview, sources: Sequence[DeviceSource | None]
 ) -> int:
     """`pack_into` for device memory whose streams are known: copies run ahead of the hashing.
 
@@ -264,7 +264,7 @@ def _plain(array: Array, placement: Placement) -> Array:
     return to_host(array.value) if converted is None else converted
 
 
-def _pack(layout: Layout, arrays: Sequence[Array], target: memoryview, copies: DeviceCopies | None) -> int:
+def _pack(layout: PayloadLayout, arrays: Sequence[Array], target: memoryview, copies: DeviceCopies | None) -> int:
     hasher = _ring.Checksum()
     for number, ((start, end), placement, array) in enumerate(
         zip(_gaps(layout), layout.placements, arrays, strict=True)
@@ -287,14 +287,14 @@ def _pack(layout: Layout, arrays: Sequence[Array], target: memoryview, copies: D
     return hasher.digest()
 
 
-def zero_gaps(layout: Layout, destination: memoryview) -> None:
+def zero_gaps(layout: PayloadLayout, destination: memoryview) -> None:
     """Zero the bytes between the tensors, for arrays that were filled in place: see `pack_into`."""
     for start, end in _gaps(layout):
         if start != end:
             destination[start:end] = _ZEROS[: end - start]
 
 
-def _gaps(layout: Layout) -> Iterator[tuple[int, int]]:
+def _gaps(layout: PayloadLayout) -> Iterator[tuple[int, int]]:
     """For each tensor, the start and end of the gap before it; the end is where the tensor starts."""
     position = 0
     for placement in layout.placements:
@@ -303,7 +303,7 @@ def _gaps(layout: Layout) -> Iterator[tuple[int, int]]:
 
 
 # --- out: packed bytes to arrays -----------------------------------------------------------------
-def views(layout: Layout, buffer: object, writable: bool) -> dict[str, Any]:
+def views(layout: PayloadLayout, buffer: object, writable: bool) -> dict[str, Any]:
     """The payload's tensors by name, as arrays in the buffer's own memory; None for those that it is without.
 
     buffer: contiguous host bytes, at least `layout.total`. Every array keeps it exported, hence alive and in place.
@@ -319,16 +319,16 @@ def views(layout: Layout, buffer: object, writable: bool) -> dict[str, Any]:
     return {place.name: None if place.absent else _array_at(base, place) for place in layout.placements}
 
 
-def decoded_views(layout: Layout, buffer: object, kinds: Mapping[str, str]) -> Mapping[str, Any]:
+def decoded_views(layout: PayloadLayout, buffer: object, kinds: Mapping[str, str]) -> Mapping[str, Any]:
     """`views`, read-only, and what stands for text, bytes or a value decoded when it is first looked at.
 
     kinds: `Schema.kinds`.
     """
     arrays = views(layout, buffer, writable=False)
-    return Fields(arrays, kinds) if kinds else arrays
+    return DecodedFields(arrays, kinds) if kinds else arrays
 
 
-def _views_of(layout: Layout, memory: Any) -> dict[str, Any]:
+def _views_of(layout: PayloadLayout, memory: Any) -> dict[str, Any]:
     """The same for our own read-only memory, which stays in place as long as its object lives: a call per tensor."""
     if len(memory) < layout.total:
         raise BufferUnsuitableError(f"the buffer has {len(memory)} bytes, the payload {layout.total}")

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from transport import _ring
 from transport.errors import UsageError
-from transport.schema import Layout, Schema
+from transport.schema import PayloadLayout, Schema
 from transport.ticket import Ticket
 
 
@@ -31,8 +31,8 @@ class PayloadPart(NamedTuple):
     """
 
     schema: Schema
-    layout: Layout
-    inside: Layout
+    layout: PayloadLayout
+    inside: PayloadLayout
     ranges: tuple[Range, ...]
 
     @property
@@ -73,11 +73,11 @@ def _chosen(schema: Schema, fields: tuple[str, ...]) -> tuple[Schema, tuple[int,
     return part, tuple(at for at, spec in enumerate(schema.counted) if spec.name in set(part.names))
 
 
-def _part(schema: Schema, whole: Layout, lengths: tuple[int, ...], fields: tuple[str, ...]) -> PayloadPart:
+def _part(schema: Schema, whole: PayloadLayout, lengths: tuple[int, ...], fields: tuple[str, ...]) -> PayloadPart:
     part, counted = _chosen(schema, fields)
     layout = part.layout(tuple(lengths[at] for at in counted))
     names = set(part.names)
-    inside = Layout(tuple(each for each in whole.placements if each.name in names), whole.total)
+    inside = PayloadLayout(tuple(each for each in whole.placements if each.name in names), whole.total)
     ranges = tuple(
         Range(old.offset, new.offset, old.nbytes)
         for old, new in zip(inside.placements, layout.placements, strict=True)

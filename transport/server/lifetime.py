@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 
 
-class Phase(enum.Enum):
+class ServingPhase(enum.Enum):
     """The occupation of a supervisor, or of a listener without one."""
 
     SERVING = "serving"
@@ -30,30 +30,30 @@ class Lifetime:
         self._linger_s = linger_s
         self._gone_since: float | None = None
         self._sequence = 0
-        self.phase = Phase.SERVING
+        self.phase = ServingPhase.SERVING
 
     @property
     def gives_up_to(self) -> int:
-        return self._sequence if self.phase is Phase.STOP else 0
+        return self._sequence if self.phase is ServingPhase.STOP else 0
 
-    def tick(self, now: float, *, writer_alive: bool, unread: int, sequence: int) -> Phase:
+    def tick(self, now: float, *, writer_alive: bool, unread: int, sequence: int) -> ServingPhase:
         """The phase at ``now`` (monotonic seconds). STOP is final.
 
         ``sequence`` is read before the others: what it does not count may have come after them.
         """
-        if self.phase is Phase.STOP:
+        if self.phase is ServingPhase.STOP:
             return self.phase
         if sequence != self._sequence:  # a writer was there since the last look, and may be gone again
             self._sequence = sequence
             self._gone_since = None
         if writer_alive:
             self._gone_since = None
-            self.phase = Phase.SERVING
+            self.phase = ServingPhase.SERVING
             return self.phase
         if self._gone_since is None:
             self._gone_since = now
         over = now - self._gone_since >= self._linger_s
-        self.phase = Phase.STOP if unread == 0 or over else Phase.LINGERING
+        self.phase = ServingPhase.STOP if unread == 0 or over else ServingPhase.LINGERING
         return self.phase
 
 

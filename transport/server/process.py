@@ -27,7 +27,7 @@ from transport.runtime import stacks
 from transport.runtime.decoders import hiding
 from transport.runtime.error_text import reportable
 from transport.runtime.logs import handler
-from transport.server.lifetime import Lifetime, Phase
+from transport.server.lifetime import Lifetime, ServingPhase
 from transport.server.listener import Listener
 from transport.settings import Settings
 from transport.wires import Wire
@@ -141,7 +141,7 @@ async def _stop_when_orphaned(ring: Attachment, lifetime: Lifetime, settings: Se
             stacks.leave_pipes()
         alive = writer_alive or ring.native.supervised
         unread = ring.native.unread
-        if lifetime.tick(time.monotonic(), writer_alive=alive, unread=unread, sequence=sequence) is Phase.STOP:
+        if lifetime.tick(time.monotonic(), writer_alive=alive, unread=unread, sequence=sequence) is ServingPhase.STOP:
             stop.set()
             return
         await asyncio.sleep(settings.heartbeat_s)

@@ -28,7 +28,7 @@ from transport.errors import BusyPortError, RingBusyError, RingNotFoundError, Tr
 from transport.ring.attachment import Attachment, attached
 from transport.runtime import stacks
 from transport.runtime.logs import handler
-from transport.server.lifetime import Lifetime, Phase, Watchdog
+from transport.server.lifetime import Lifetime, ServingPhase, Watchdog
 from transport.server.process import (
     DRAIN_S,
     ListenerConfig,
@@ -321,7 +321,7 @@ class Supervisor:
             if not alive:
                 stacks.leave_pipes()  # before another process inherits them
             now = time.monotonic()
-            if self._lifetime.tick(now, writer_alive=alive, unread=unread, sequence=sequence) is Phase.STOP:
+            if self._lifetime.tick(now, writer_alive=alive, unread=unread, sequence=sequence) is ServingPhase.STOP:
                 log.info("the writer ended, and all payloads are consumed or linger_s is over; stopping")
                 break
             if self._succeeded():

@@ -18,12 +18,12 @@
 
 from transport.snapshots.listing import prune, steps
 from transport.snapshots.manifest import Manifest, RingPart, new_attempt
-from transport.snapshots.restoring import Restored, Saved, restore
+from transport.snapshots.restoring import RestoredPayloads, Saved, restore
 from transport.snapshots.taking import Snapshot, snapshot
 
 __all__ = [
     "Manifest",
-    "Restored",
+    "RestoredPayloads",
     "RingPart",
     "Saved",
     "Snapshot",

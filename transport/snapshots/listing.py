@@ -104,7 +104,7 @@ def by_step(ordered: list[Listed]) -> dict[int, list[str]]:
 
 
 # --- pruning --------------------------------------------------------------------------------------------
-class Surplus(NamedTuple):
+class SurplusFolder(NamedTuple):
     """A folder of a snapshot that may go. ``complete``: it has a manifest."""
 
     step: int
@@ -112,7 +112,7 @@ class Surplus(NamedTuple):
     complete: bool
 
 
-def prune(destination: str, keep: int, run: str | None = None, *, dry_run: bool = False) -> list[Surplus]:
+def prune(destination: str, keep: int, run: str | None = None, *, dry_run: bool = False) -> list[SurplusFolder]:
     """Remove the snapshots of a run but those of its ``keep`` newest steps, and incomplete ones before the newest.
 
     The newest are those whose cuts were made last, also after the run has gone back to a lower step. An upload that is
@@ -135,7 +135,7 @@ def withdraw(destination: Destination, place: str) -> None:
     remove(destination, place)
 
 
-def plan(destination: Destination, run: str, keep: int, oldest: int | None = None) -> list[Surplus]:
+def plan(destination: Destination, run: str, keep: int, oldest: int | None = None) -> list[SurplusFolder]:
     """Return what may go. ``oldest``: not all but ``keep``, but all older than the snapshots of this step and above."""
     found = listed(destination, run)
     ordered = complete(found)
@@ -147,4 +147,6 @@ def plan(destination: Destination, run: str, keep: int, oldest: int | None = Non
     else:
         surplus = list(takewhile(lambda each: each.step < oldest, ordered[:-1]))
     surplus += [each for each in found if not each.complete and each.number < ordered[-1].number]
-    return [Surplus(each.step, manifests.place_of(run, each.step, each.attempt), each.complete) for each in surplus]
+    return [
+        SurplusFolder(each.step, manifests.place_of(run, each.step, each.attempt), each.complete) for each in surplus
+    ]

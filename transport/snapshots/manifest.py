@@ -87,7 +87,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 @hiding("ticket")
-class Entry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class ManifestEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """One payload of a ring; its bytes stand behind those of the entry before."""
 
     ticket: bytes
@@ -99,7 +99,7 @@ class Index(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """The payloads of a ring in the order of their publication, and its encoded schema (b"": none)."""
 
     schema: bytes
-    entries: tuple[Entry, ...]
+    entries: tuple[ManifestEntry, ...]
 
 
 class _Head(msgspec.Struct, frozen=True):
@@ -212,7 +212,7 @@ def number_of(data: bytes) -> int:
         return 0
 
 
-def decode_index(data: bytes, part: RingPart) -> tuple[bytes, list[tuple[Ticket, Entry]]]:
+def decode_index(data: bytes, part: RingPart) -> tuple[bytes, list[tuple[Ticket, ManifestEntry]]]:
     """Return the encoded schema of a ring, and its payloads.
 
     CheckpointDamagedError if they are not what the manifest says.

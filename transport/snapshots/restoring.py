@@ -63,7 +63,7 @@ class SavedPayload(NamedTuple):
     begin: int
 
 
-class Restored(NamedTuple):
+class RestoredPayloads(NamedTuple):
     """Result of a call of `restore`.
 
     Attributes:
@@ -215,7 +215,7 @@ class Saved:
         only: Sequence[SavedPayload] | None = None,
         timeout_s: float | None = None,
         progress: Progress = silent,
-    ) -> Restored:
+    ) -> RestoredPayloads:
         """See `restore`. ``only``: of these `payloads` all that the ring can take, whatever their ring's schema."""
         ring = into if isinstance(into, SharedRingBuffer) else into.ring
         records = list(consumed)
@@ -263,7 +263,7 @@ class Saved:
         tickets = self._written(mine, ring, timeout_s)
         size = sum(ticket.size for ticket in tickets)
         others, there = len(wanted) - len(fitting), len(share_of) - len(left)
-        return Restored(self.manifest, tickets, size, known, expired, others, there)
+        return RestoredPayloads(self.manifest, tickets, size, known, expired, others, there)
 
     def _refuse_living(self) -> None:
         """Refuse while a ring of the snapshot hands out payloads, of before the cut or behind it, or has its writer.
@@ -349,7 +349,7 @@ def restore(
     consumed: Iterable[ConsumedRecord] = (),
     timeout_s: float | None = None,
     progress: Progress = silent,
-) -> Restored:
+) -> RestoredPayloads:
     """Write a snapshot's payloads, or this ring's share of them, into a ring of the new run. Blocks.
 
     Every byte that is needed is verified before the first payload is written. The trainers of the new run begin with

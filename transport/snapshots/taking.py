@@ -18,7 +18,7 @@ from transport.claims.open import open_rings
 from transport.claims.rings import FoundRings
 from transport.cooldown.destinations.base import PIECE, Destination, normalise
 from transport.cooldown.destinations.open import open_destination
-from transport.cooldown.upload import Stop, Stream, copied, remove, removed_on_failure
+from transport.cooldown.upload import Stop, UploadStream, copied, remove, removed_on_failure
 from transport.errors import ClosedError, RingNotFoundError, SnapshotError, UsageError
 from transport.ring.buffer import HeldPayload, SharedRingBuffer
 from transport.ring.leases import ReadLease
@@ -26,7 +26,7 @@ from transport.runtime.blocking_calls import started
 from transport.runtime.progress import Progress, silent
 from transport.snapshots import manifest as manifests
 from transport.snapshots.listing import count_cut, last_cut, run_of
-from transport.snapshots.manifest import Entry, Index, Manifest, RingPart
+from transport.snapshots.manifest import Index, Manifest, ManifestEntry, RingPart
 from transport.ticket import host_identity
 
 PARTS_S: Final = 600.0  # longest wait of part 0 for the others
@@ -259,15 +259,15 @@ def _begin(cut: _Cut, destination: Destination, place: str) -> int:
 def _sent(cut: _Cut, destination: Destination, place: str, stop: Stop, progress: Progress) -> Manifest:
     """Send the files of every ring that holds something."""
     with contextlib.ExitStack() as stack:
-        sources: list[tuple[str, Stream]] = []
+        sources: list[tuple[str, UploadStream]] = []
         parts: list[RingPart] = []
         for ring, held in cut.rings:
             payloads = _Payloads(ring, held)
             stack.callback(payloads.release)
             if payloads.leases:
                 index = msgspec.msgpack.encode(Index(schema=ring.native.schema, entries=payloads.entries))
-                sources.append((f"{ring.ring_id}.{_DATA}", Stream(payloads.bytes, payloads.pieces)))
-                sources.append((f"{ring.ring_id}.{_INDEX}", Stream(len(index), partial(_cut_up, index))))
+                sources.append((f"{ring.ring_id}.{_DATA}", UploadStream(payloads.bytes, payloads.pieces)))
+                sources.append((f"{ring.ring_id}.{_INDEX}", UploadStream(len(index), partial(_cut_up, index))))
             parts.append(part_of(ring, len(payloads.leases), payloads.bytes))
         files = {file.name: file for file in copied(sources, destination, place, stop, progress)}
     rings = (
@@ -290,7 +290,7 @@ class _Payloads:
     def __init__(self, ring: SharedRingBuffer, held: Sequence[HeldPayload]) -> None:
         found = [(each, ring.ticket_in(each.slot, each.generation)) for each in held]
         known = [(each, ticket) for each, ticket in found if ticket is not None]  # no reader has the others, either
-        self.entries = tuple(Entry(ticket.encode(), each.due, each.policy_version) for each, ticket in known)
+        self.entries = tuple(ManifestEntry(ticket.encode(), each.due, each.policy_version) for each, ticket in known)
         self.bytes = sum(ticket.size for _, ticket in known)
         self.leases = [
             ReadLease(ring, ticket, each.due[0], _ring.Loan(ring.native, each.slot, each.generation, ticket.size))

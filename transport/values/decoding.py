@@ -170,7 +170,7 @@ def field_value(kind: str, memory: np.ndarray, name: str) -> Any:
     return memory.tobytes() if kind == "bytes" else value_of(memory, name)
 
 
-class Fields(Mapping[str, Any]):
+class DecodedFields(Mapping[str, Any]):
     """The fields of a payload by name: arrays as they are, others decoded when they are first looked at.
 
     Args:
@@ -201,4 +201,4 @@ class Fields(Mapping[str, Any]):
         return len(self._arrays)
 
     def __repr__(self) -> str:
-        return f"<Fields {', '.join(self._arrays)}>"
+        return f"<DecodedFields {', '.join(self._arrays)}>"

@@ -39,7 +39,7 @@ from transfer_queue.utils.zmq_utils import ZMQMessage, ZMQRequestType
 
 from transport.adapters.transferqueue import PayloadTransportStorageManager
 from transport.adapters.transferqueue.manager import _rings
-from transport.adapters.transferqueue.packing import Place, Unpacked, pack
+from transport.adapters.transferqueue.packing import Unpacked, ValuePlace, pack
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 
@@ -434,13 +434,13 @@ def test_a_killed_putters_values_stay_readable_and_a_dead_hosts_are_said_to_be_l
         putter.wait()
     with manager(serve=True, timeout_s=5.0) as reader:
         try:
-            place = Place.decode(meta._custom_backend_meta[0]["a"])
-            elsewhere = Place(**{**{f: getattr(place, f) for f in place.__struct_fields__}, "segment": bytes(8)})
+            place = ValuePlace.decode(meta._custom_backend_meta[0]["a"])
+            elsewhere = ValuePlace(**{**{f: getattr(place, f) for f in place.__struct_fields__}, "segment": bytes(8)})
             for known in meta._custom_backend_meta:
                 known["b"] = known["a"]
             assert get(reader, meta.select_fields(["a"]))["a"].values().sum() == 4 * 8
             for row, known in enumerate(meta._custom_backend_meta):  # as another host sees it
-                known["a"] = Place(
+                known["a"] = ValuePlace(
                     **{**{f: getattr(elsewhere, f) for f in elsewhere.__struct_fields__}, "row": row}
                 ).encode()
         finally:

@@ -80,7 +80,7 @@ class TicketStrategy(UCXXDataPackerMixin, PayloadTransportStrategy):  # type: ig
         """
         batch = self._fetch([_ticket_of(reference) for _, reference in tasks])
         try:
-            return _Lease(batch, self._released)
+            return _LeasedBatch(batch, self._released)
         except BaseException:  # an interrupt, too: there is no lease that releases the batch
             self._released(batch, used=False)
             raise
@@ -132,7 +132,7 @@ class TicketStrategy(UCXXDataPackerMixin, PayloadTransportStrategy):  # type: ig
         return batch
 
 
-class _Lease(ReceivedBatch):  # type: ignore[misc]  # as above
+class _LeasedBatch(ReceivedBatch):  # type: ignore[misc]  # as above
     """A batch by cache key, until its last reader has released it."""
 
     def __init__(self, batch: FetchedBatch, released: Callable[[FetchedBatch, bool], None]) -> None:

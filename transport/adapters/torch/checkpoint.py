@@ -22,7 +22,7 @@ from typing import Any, cast
 
 from transport.adapters.torch import tensors as _says_what_to_do_without_torch
 from transport.cooldown.destinations.base import Destination
-from transport.cooldown.epochs.manifest import BLOCK, File, Manifest
+from transport.cooldown.epochs.manifest import BLOCK, CheckpointManifest, File
 from transport.cooldown.epochs.records import EpochRecord
 from transport.cooldown.restoring import checkpoint_manifest
 from transport.cooldown.verify import RefusedUpload, check_size, checked_block
@@ -74,7 +74,7 @@ class CheckpointReader(FileSystemReader):  # type: ignore[misc]  # torch is not 
 class _Files(FileSystem):  # type: ignore[misc]
     """The files of a checkpoint as torch's reader opens them."""
 
-    def __init__(self, manifest: Manifest, destination: Destination) -> None:
+    def __init__(self, manifest: CheckpointManifest, destination: Destination) -> None:
         self._manifest = manifest
         self._destination = destination
         self._files = {file.name: file for file in manifest.files}

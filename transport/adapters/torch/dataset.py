@@ -244,11 +244,11 @@ class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not ther
 
     # --- used by both -----------------------------------------------------------------------------------
     @contextlib.contextmanager
-    def stream(self, stopping: Callable[[], object] = lambda: False) -> Iterator[_Stream]:
+    def stream(self, stopping: Callable[[], object] = lambda: False) -> Iterator[_TrainerBatches]:
         """Open a trainer in this process, and the wait for its batches."""
         shape = {} if self._shape.layout == "list" else msgspec.structs.asdict(self._shape)
         with Trainer(self._schema, self._rings, **self._options, **shape) as trainer:
-            yield _Stream(trainer, self, stopping, behind_end=self._behind_end)
+            yield _TrainerBatches(trainer, self, stopping, behind_end=self._behind_end)
 
     def collated(self, batch: Batch | Step) -> Any:
         """Make of a batch what the loop gets. From then on only its tensors keep the payloads' memory."""
@@ -283,7 +283,7 @@ def _tensor_batch(batch: Payloads) -> dict[str, Any]:
     return found | as_tensors(beside)
 
 
-class _Stream:
+class _TrainerBatches:
     """The batches of a trainer until the iteration ends.
 
     Attributes:
@@ -364,7 +364,7 @@ class _Trainer:
         self._orders = orders
         self.stopped = False
         self.unused: dict[str, Batch] = {}
-        self.stream: _Stream | None = None
+        self.stream: _TrainerBatches | None = None
 
     def listen(self, timeout_s: float = 0.0) -> bool:
         """Carry out the waiting orders; True when the trainer has stopped."""

@@ -31,7 +31,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousS
 from transport.adapters.torchrun.options import (
     BACKEND,
     EndVerdict,
-    Options,
+    RendezvousOptions,
     check_address,
     ended,
     exit_with,
@@ -79,7 +79,7 @@ def make(parameters: RendezvousParameters) -> TransportRendezvousHandler:
     return TransportRendezvousHandler(_open(options), options, address, parameters.run_id)
 
 
-def _open(options: Options) -> Store:
+def _open(options: RendezvousOptions) -> Store:
     if isinstance(options.url, RedisURL):
         try:
             return RedisStore(options.url, patience_s=min(options.rules.lease_s / 2, 5.0))  # below the lease
@@ -181,7 +181,7 @@ class RoundStore:
 class TransportRendezvousHandler(RendezvousHandler):  # type: ignore[misc]  # torch is not installed for mypy
     """One agent's part of a run."""
 
-    def __init__(self, store: Store, options: Options, address: str, run_id: str) -> None:
+    def __init__(self, store: Store, options: RendezvousOptions, address: str, run_id: str) -> None:
         self._store = store
         self._options = options
         self._address = address

@@ -30,7 +30,7 @@ _MOST_RUN = 64
 _REACH_S = 5.0  # to reach this host from itself
 
 
-class Options(NamedTuple):
+class RendezvousOptions(NamedTuple):
     """One agent's part of a run. ``where`` is its position in the network, empty where ranks do not follow it."""
 
     run: str
@@ -50,7 +50,7 @@ def options_of(
     *,
     environ: Mapping[str, str],
     host: str,
-) -> Options:
+) -> RendezvousOptions:
     """Return the options of torchrun's arguments. ConfigurationError says which argument is wrong, and what to give."""
     given = {_ALIASES.get(name, name): value for name, value in conf.items() if name not in _IGNORED}
     unknown = sorted(set(given) - {*_SECONDS, *_OTHERS})
@@ -76,7 +76,7 @@ def options_of(
         times.get("last_call_s", rules.last_call_s), times.get("join_timeout_s", rules.join_timeout_s) / 2
     )
     times["last_call_s"] = last_call_s
-    return Options(
+    return RendezvousOptions(
         run=run,
         url=url_of(endpoint, run),
         rules=_replaced(rules, times),

@@ -22,8 +22,8 @@ from typing import Any, Final
 import msgspec
 
 from transport import _ring
-from transport.adapters.transferqueue.packing import Packed, Place
-from transport.adapters.transferqueue.reader import Reader
+from transport.adapters.transferqueue.packing import Packed, ValuePlace
+from transport.adapters.transferqueue.reader import ValueReader
 from transport.adapters.transferqueue.rings import Rings
 from transport.errors import CheckpointDamagedError, TicketError, TransportError
 from transport.runtime.durable import flush, write_whole
@@ -47,23 +47,23 @@ class _Index(msgspec.Struct, frozen=True):
     slots: list[_Slot]
 
 
-def save(folder: Path, reader: Reader) -> None:
+def save(folder: Path, reader: ValueReader) -> None:
     """Write every slot that the saved controller knows.
 
     Raises:
         UnreadValue: a value cannot be read any more; nothing of this checkpoint counts.
     """
-    samples: dict[Identity, tuple[Place, set[int]]] = {}
+    samples: dict[Identity, tuple[ValuePlace, set[int]]] = {}
     for known in _values(_state(folder / _STATE)):
         for encoded in known.values():
-            place = Place.decode(encoded)
+            place = ValuePlace.decode(encoded)
             samples.setdefault(place.identity, (place, set()))[1].add(place.row)
     inner = folder / _FOLDER
     inner.mkdir(parents=True, exist_ok=True)
     slots: list[_Slot] = []
     with (inner / _DATA).open("wb") as file:
 
-        def keep(place: Place, data: Any) -> None:
+        def keep(place: ValuePlace, data: Any) -> None:
             file.write(data)
             slots.append(_Slot(place.encode(), sorted(samples[place.identity][1])))
 
@@ -74,7 +74,7 @@ def save(folder: Path, reader: Reader) -> None:
     flush(folder)
 
 
-def load(folder: Path, rings: Rings, reader: Reader) -> None:
+def load(folder: Path, rings: Rings, reader: ValueReader) -> None:
     """Put the slots into these rings, and their new places into the controller's file.
 
     Raises:
@@ -88,7 +88,7 @@ def load(folder: Path, rings: Rings, reader: Reader) -> None:
         if found[: _CHECKSUM.size] != _CHECKSUM.pack(_ring.checksum(body)):
             raise CheckpointDamagedError(f"{inner / _INDEX} has other bytes than were saved")
         index = msgspec.msgpack.decode(body, type=_Index)
-        places = [Place.decode(slot.place) for slot in index.slots]
+        places = [ValuePlace.decode(slot.place) for slot in index.slots]
         size = (inner / _DATA).stat().st_size
     except (OSError, msgspec.MsgspecError, TicketError) as error:
         raise CheckpointDamagedError(f"{inner}: the saved slots cannot be read: {error}") from error
@@ -99,7 +99,7 @@ def load(folder: Path, rings: Rings, reader: Reader) -> None:
     if not (folder / _SAVED).exists():
         write_whole(folder / _SAVED, [(folder / _STATE).read_bytes()])
     state = _state(folder / _SAVED)
-    written: list[tuple[Place, Place]] = []  # of each slot the place that it had, and the one that it has
+    written: list[tuple[ValuePlace, ValuePlace]] = []  # of each slot the place that it had, and the one that it has
     try:
         if size:
             with (inner / _DATA).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -110,7 +110,7 @@ def load(folder: Path, rings: Rings, reader: Reader) -> None:
                 reader.free(msgspec.structs.replace(new[place.identity], row=row))
         for known in _values(state):
             for name, encoded in known.items():
-                old = Place.decode(encoded)
+                old = ValuePlace.decode(encoded)
                 if old.identity not in new:
                     raise CheckpointDamagedError(f"{inner}: the slot of a value of field {name!r} was not saved")
                 known[name] = msgspec.structs.replace(new[old.identity], row=old.row, fields=old.fields).encode()
@@ -121,7 +121,9 @@ def load(folder: Path, rings: Rings, reader: Reader) -> None:
         raise
 
 
-def _put(data: Any, places: list[Place], rings: Rings, written: list[tuple[Place, Place]], inner: Path) -> None:
+def _put(
+    data: Any, places: list[ValuePlace], rings: Rings, written: list[tuple[ValuePlace, ValuePlace]], inner: Path
+) -> None:
     begin = 0
     with memoryview(data) as memory:
         pieces = []
@@ -134,14 +136,16 @@ def _put(data: Any, places: list[Place], rings: Rings, written: list[tuple[Place
                     raise CheckpointDamagedError(f"{inner / _DATA}: a slot has other bytes than were saved")
             packed = [Packed([piece], len(piece), place.rows) for place, piece in zip(places, pieces, strict=True)]
             tickets = rings.write(packed)
-            written += [(old, Place.of(ticket, 0, old.fields)) for old, ticket in zip(places, tickets, strict=True)]
+            written += [
+                (old, ValuePlace.of(ticket, 0, old.fields)) for old, ticket in zip(places, tickets, strict=True)
+            ]
             packed.clear()
         finally:
             for piece in pieces:
                 piece.release()
 
 
-def _discard(place: Place, reader: Reader) -> None:
+def _discard(place: ValuePlace, reader: ValueReader) -> None:
     for row in range(place.rows):
         try:
             reader.free(msgspec.structs.replace(place, row=row))

@@ -25,7 +25,7 @@ _POOL: Final = BufferPool()
 _POOLED_BYTES: Final = 64 << 10
 
 
-class _Field:
+class _ResultField:
     """One field of the result."""
 
     def __init__(self, name: str, size: int, dtype: Any, shapes: Sequence[Any]) -> None:
@@ -127,7 +127,7 @@ class Gathering:
     """
 
     def __init__(self, size: int, hints: dict[str, tuple[Any, Sequence[Any]]]) -> None:
-        self._fields = {name: _Field(name, size, dtype, shapes) for name, (dtype, shapes) in hints.items()}
+        self._fields = {name: _ResultField(name, size, dtype, shapes) for name, (dtype, shapes) in hints.items()}
 
     def add(self, data: Any, wanted: dict[str, tuple[list[int], list[int]]]) -> None:
         """One slot's payload. ``wanted``: for each field, samples of the result and their rows of the slot."""

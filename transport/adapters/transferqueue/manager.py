@@ -51,9 +51,9 @@ try:
 
     from transport.adapters.transferqueue import checkpoints
     from transport.adapters.transferqueue.gathering import Gathering
-    from transport.adapters.transferqueue.packing import SAMPLES, Place, dense, pack
-    from transport.adapters.transferqueue.reader import Reader, UnreadValue
-    from transport.adapters.transferqueue.rings import Options, Rings, place_for
+    from transport.adapters.transferqueue.packing import SAMPLES, ValuePlace, dense, pack
+    from transport.adapters.transferqueue.reader import UnreadValue, ValueReader
+    from transport.adapters.transferqueue.rings import Rings, StorageOptions, place_for
 except ImportError as error:
     raise MissingDependencyError(
         f"TransferQueue's storage managers cannot be imported ({error}): {install('TransferQueue')}"
@@ -73,16 +73,16 @@ class Loader:
     """Stands in the configuration: a process that unpickles it has imported this module, and hence the backend."""
 
 
-def options_of(config: Any) -> Options:
+def options_of(config: Any) -> StorageOptions:
     """The backend's options of TransferQueue's configuration. Raises ConfigurationError, which names the option."""
     try:
         plain = {str(name): value for name, value in dict(config or {}).items() if not isinstance(value, Loader)}
     except (TypeError, ValueError):
         raise ConfigurationError(f"backend.{BACKEND} is a {type(config).__name__}: give options by name") from None
     try:
-        options = msgspec.convert(plain, Options, strict=False)
+        options = msgspec.convert(plain, StorageOptions, strict=False)
     except msgspec.ValidationError as error:
-        known = ", ".join(Options.__struct_fields__)
+        known = ", ".join(StorageOptions.__struct_fields__)
         raise ConfigurationError(f"backend.{BACKEND}: {error}; there are {known}") from None
     positive = ("ring_bytes", "most_bytes", "timeout_s", "linger_s")
     given = {name: value for name in positive if (value := getattr(options, name)) is not None}
@@ -94,7 +94,7 @@ def options_of(config: Any) -> Options:
     return options
 
 
-def _secret(options: Options) -> bytes | None:
+def _secret(options: StorageOptions) -> bytes | None:
     return Configuration(secret_file=options.secret_file).secret() if options.secret_file else configuration().secret()
 
 
@@ -104,7 +104,7 @@ class PayloadTransportStorageManager(StorageManager):  # type: ignore[misc]
     def __init__(self, controller_info: Any, config: Any, zmq_context: Any = None) -> None:
         self._options = options_of(config)
         self._secret = _secret(self._options)
-        self._reader = Reader(self._options, self._secret)
+        self._reader = ValueReader(self._options, self._secret)
         self._dropped: dict[tuple[Any, int], set[str]] = defaultdict(set)
         super().__init__(controller_info, config)
 
@@ -158,7 +158,7 @@ class PayloadTransportStorageManager(StorageManager):  # type: ignore[misc]
             rings = place_for(_rings, self._options, self._options, self._secret)
         tickets = rings.write(payloads)
         return [
-            Place.of(ticket, row, len(names)).encode()
+            ValuePlace.of(ticket, row, len(names)).encode()
             for ticket, payload in zip(tickets, payloads, strict=True)
             for row in range(payload.rows)
         ]
@@ -178,8 +178,8 @@ class PayloadTransportStorageManager(StorageManager):  # type: ignore[misc]
         names = sorted(metadata.field_names)
         size = metadata.size
         wanted: dict[Any, dict[str, tuple[list[int], list[int]]]] = {}
-        places: dict[Any, Place] = {}
-        decode = functools.lru_cache(maxsize=None)(Place.decode)
+        places: dict[Any, ValuePlace] = {}
+        decode = functools.lru_cache(maxsize=None)(ValuePlace.decode)
         for at in range(size):
             known = metadata._custom_backend_meta[at]
             for name in names:
@@ -188,7 +188,7 @@ class PayloadTransportStorageManager(StorageManager):  # type: ignore[misc]
                         f"sample {metadata.global_indexes[at]} has no value of field {name!r}: it was not put through "
                         f"{BACKEND}, or has been cleared"
                     )
-                place = decode(known[name]) if type(known[name]) is bytes else Place.decode(known[name])
+                place = decode(known[name]) if type(known[name]) is bytes else ValuePlace.decode(known[name])
                 places.setdefault(place.identity, place)
                 samples, rows = wanted.setdefault(place.identity, {}).setdefault(name, ([], []))
                 samples.append(at)
@@ -239,12 +239,12 @@ class PayloadTransportStorageManager(StorageManager):  # type: ignore[misc]
         failed: TransportError | None = None
         for encoded in places:
             try:
-                self._free(Place.decode(encoded))
+                self._free(ValuePlace.decode(encoded))
             except TransportError as error:
                 failed = failed or error
         return failed
 
-    def _free(self, place: Place) -> None:
+    def _free(self, place: ValuePlace) -> None:
         self._dropped.pop((place.identity, place.row), None)
         self._reader.free(place)
 
@@ -252,7 +252,7 @@ class PayloadTransportStorageManager(StorageManager):  # type: ignore[misc]
         """Values that were put again. A sample of a slot is freed when all of its values were, by this process."""
         for name, encoded in values:
             try:
-                place = Place.decode(encoded)
+                place = ValuePlace.decode(encoded)
                 gone = self._dropped[place.identity, place.row]
                 gone.add(name)
                 if len(gone) >= place.fields:

@@ -1,8 +1,8 @@
 """How values of TransferQueue lie in slots: an index first, then each field's values of the slot's samples.
 
 A slot has up to 16 samples, which are the payload's reader ranks: clearing a sample is the acknowledgement of its rank,
-by whichever process, and the last one frees the slot. What TransferQueue's controller keeps for a value is `Place`, a
-few bytes that are the same for all fields of a sample.
+by whichever process, and the last one frees the slot. What TransferQueue's controller keeps for a value is
+`ValuePlace`, a few bytes that are the same for all fields of a sample.
 
 Values that are not tensors lie there as values of payloads do (`transport.values`), one for each sample, each with the
 marks of what it was (`transport.adapters.torch.nested`) behind it. Nothing is pickled.
@@ -40,7 +40,7 @@ _SEGMENT: Final = random_name(PREFIX)[:-16]  # its last 16 digits are the ring's
 
 
 @hiding("key")
-class Place(msgspec.Struct, frozen=True):
+class ValuePlace(msgspec.Struct, frozen=True):
     """Where a sample's values are: the ring, its slot and generation, and which of the slot's samples it is.
 
     Attributes:
@@ -70,8 +70,8 @@ class Place(msgspec.Struct, frozen=True):
         return fixed + self.address.encode()
 
     @classmethod
-    def decode(cls, data: Any) -> Place:
-        """TicketError for what is no `Place`."""
+    def decode(cls, data: Any) -> ValuePlace:
+        """TicketError for what is no `ValuePlace`."""
         if not isinstance(data, bytes) or len(data) < _PLACE.size or data[0] != _VERSION:
             raise TicketError(
                 f"not the place of a value in a ring, version {_VERSION}: {data!r:.40}; the value was put through "
@@ -81,7 +81,7 @@ class Place(msgspec.Struct, frozen=True):
         return cls(**fixed, address=data[_PLACE.size :].decode(errors="replace"))
 
     @classmethod
-    def of(cls, ticket: Ticket, row: int, fields: int) -> Place:
+    def of(cls, ticket: Ticket, row: int, fields: int) -> ValuePlace:
         """The place of a sample in a slot that has been written."""
         return cls(
             row=row,

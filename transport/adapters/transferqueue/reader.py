@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from transport.adapters.transferqueue.packing import Place
-from transport.adapters.transferqueue.rings import Options
+from transport.adapters.transferqueue.packing import ValuePlace
+from transport.adapters.transferqueue.rings import StorageOptions
 from transport.client.blocking import BlockingClient
 from transport.config import configuration
 from transport.errors import PayloadLostError, TransportError
@@ -20,22 +20,22 @@ from transport.wires import Wire
 _REMOTE: frozenset[Wire] = frozenset({"shm", "tcp", "rdma", "cuda"})
 
 
-class Reader:
+class ValueReader:
     """Reader of one manager's values. Any thread may call."""
 
-    def __init__(self, options: Options, secret: bytes | None) -> None:
+    def __init__(self, options: StorageOptions, secret: bytes | None) -> None:
         self._options = options
         self._secret = secret
         self._attached = AttachedRings()
         self._client: BlockingClient | None = None
         self._lock = threading.Lock()
 
-    def read(self, places: Iterable[Place], use: Callable[[Place, Any], None]) -> None:
+    def read(self, places: Iterable[ValuePlace], use: Callable[[ValuePlace, Any], None]) -> None:
         """Call ``use`` with each place and its slot's bytes, which are there during the call only.
 
         Raises `UnreadValue`, whose cause is what a client's read raises.
         """
-        elsewhere: dict[int, dict[Any, Place]] = defaultdict(dict)
+        elsewhere: dict[int, dict[Any, ValuePlace]] = defaultdict(dict)
         for place in places:
             ticket = place.ticket()
             pin = partial(SharedRingBuffer.read_raw, ticket=ticket, rank=place.row)
@@ -51,7 +51,7 @@ class Reader:
         for rank, some in elsewhere.items():
             self._read_elsewhere(rank, some, use)
 
-    def _read_elsewhere(self, rank: int, places: dict[Any, Place], use: Callable[[Place, Any], None]) -> None:
+    def _read_elsewhere(self, rank: int, places: dict[Any, ValuePlace], use: Callable[[ValuePlace, Any], None]) -> None:
         for place in places.values():
             if not place.address:
                 raise UnreadValue(place, PayloadLostError("its ring is not on this host, and is not served to others"))
@@ -67,7 +67,7 @@ class Reader:
             finally:
                 outcome.payload.release()
 
-    def free(self, place: Place) -> None:
+    def free(self, place: ValuePlace) -> None:
         """This sample of the slot is cleared. A ring that is gone needs no such word."""
         ticket = place.ticket()
         freed = through(self._attached.find, ticket, lambda ring: ring.acknowledge(ticket, place.row))
@@ -93,7 +93,7 @@ class Reader:
 class UnreadValue(Exception):
     """Tells a manager which place could not be read; users see the error that it makes of it."""
 
-    def __init__(self, place: Place, error: TransportError) -> None:
+    def __init__(self, place: ValuePlace, error: TransportError) -> None:
         super().__init__(str(error))
         self.place = place
         self.error = error

@@ -29,7 +29,7 @@ _MOST_WASTE: Final = 4  # a slot may be so many times larger than its payload
 _FIRST: Final = 16  # the first ring for a size has this part of ring_bytes
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class StorageOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The configuration of the backend, ``backend.PayloadTransport`` of TransferQueue's.
 
     Attributes:
@@ -55,7 +55,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class _Served:
     """A ring, and what serves it."""
 
-    def __init__(self, slots: int, slot_bytes: int, options: Options, secret: bytes | None) -> None:
+    def __init__(self, slots: int, slot_bytes: int, options: StorageOptions, secret: bytes | None) -> None:
         schema = Schema.of(data=("uint8", UpTo(slot_bytes)))
         self.slot_bytes = slot_bytes
         self.total = slots * slot_bytes
@@ -95,7 +95,7 @@ class _Served:
 class Rings:
     """The values that this process has put. Any thread may call."""
 
-    def __init__(self, options: Options, secret: bytes | None) -> None:
+    def __init__(self, options: StorageOptions, secret: bytes | None) -> None:
         self._options = options
         self._secret = secret
         self._rings: list[_Served] = []
@@ -183,7 +183,7 @@ def _slot(size: int) -> int:
     return -(-size // step) * step
 
 
-def place_for(rings: dict[Any, Rings], key: Any, options: Options, secret: bytes | None) -> Rings:
+def place_for(rings: dict[Any, Rings], key: Any, options: StorageOptions, secret: bytes | None) -> Rings:
     """The rings of this process: one object for each configuration, which outlives the managers."""
     found = rings.get((os.getpid(), key))
     if found is None:

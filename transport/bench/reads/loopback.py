@@ -12,7 +12,7 @@ from transport.bench.processes import BenchProcess
 from transport.bench.reads.content import Tally
 from transport.bench.reads.reader import ON_DEVICE, Look, Portion, Reading, Timed
 from transport.bench.reads.writer import Writing, WrittenBatch
-from transport.bench.result import OURS, Case, Sample
+from transport.bench.result import OURS, Case, Timing
 from transport.runtime.interruption import segment_prefix
 
 MOST_SLOTS = 1024
@@ -74,7 +74,7 @@ def _case(what: str, wire: str, size: int, concurrency: int, checksum: bool, rea
     )
 
 
-def measure(case: Case, seconds: float) -> Sample:
+def measure(case: Case, seconds: float) -> Timing:
     """Read in fresh processes for ``seconds``: one repetition, whose every batch each reader verifies."""
     listeners = 0 if case.wire == "mapped" else 1
     writing = Writing(
@@ -95,7 +95,7 @@ class Writer(Protocol):
     def ask(self, message: object) -> Any: ...
 
 
-def measured(case: Case, seconds: float, writer: Writer) -> Sample:
+def measured(case: Case, seconds: float, writer: Writer) -> Timing:
     """One repetition of reading what ``writer`` offers.
 
     Raises:
@@ -119,7 +119,7 @@ def measured(case: Case, seconds: float, writer: Writer) -> Sample:
         look = msgspec.convert(readers[0].ask(msgspec.structs.replace(portion, look=True)), Look)
     on_device = case.case == ON_DEVICE
     note = "a time ends when the copy to the device is queued, the rate when all have arrived" if on_device else ""
-    return msgspec.convert({**tally.sample(), "verified": True, "transports": look.transports, "note": note}, Sample)
+    return msgspec.convert({**tally.sample(), "verified": True, "transports": look.transports, "note": note}, Timing)
 
 
 def _reading(case: Case, rank: int) -> Reading:

@@ -25,7 +25,7 @@ from transport.bench.processes import BenchProcess
 from transport.bench.reads import loopback
 from transport.bench.reads.reader import ON_DEVICE
 from transport.bench.reads.writer import Writing
-from transport.bench.result import Case, Sample
+from transport.bench.result import Case, Timing
 from transport.errors import BusyPortError, LinkError, ProtocolError, TransportError, UnreachableError
 from transport.runtime.interruption import segment_prefix
 from transport.wire.addresses import family_of, host_port
@@ -213,7 +213,7 @@ def cases(
     return [each for each in found if each.case in ("read", ON_DEVICE)]
 
 
-def measure(host: str, port: int, case: Case, seconds: float, listeners: int) -> tuple[Sample, dict[str, Any]]:
+def measure(host: str, port: int, case: Case, seconds: float, listeners: int) -> tuple[Timing, dict[str, Any]]:
     """One repetition, and what the other machine is.
 
     Raises:

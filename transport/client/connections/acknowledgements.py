@@ -37,7 +37,7 @@ class Ack(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Entry:
+class _HeldAck:
     ack: Ack
     order: int  # of adding
     added_at: float
@@ -73,13 +73,13 @@ class AckLedger:
         self._next_order = 0
         self._dropped = 0
         # Invariant: len() <= most, in the order of adding.
-        self._entries: dict[_Delivery, _Entry] = {}
+        self._entries: dict[_Delivery, _HeldAck] = {}
         # Invariant: the entries without a connection, by ring, in the order of adding; no ring without any.
-        self._pending: dict[str, dict[_Delivery, _Entry]] = {}
+        self._pending: dict[str, dict[_Delivery, _HeldAck]] = {}
         self._pending_count = 0
         # Invariant: every entry with a connection stands in one message of it, message numbers rising. An entry that
         # was settled meanwhile stays there: a message is confirmed or lost as a whole.
-        self._sent: dict[Hashable, deque[tuple[int, list[_Entry]]]] = {}
+        self._sent: dict[Hashable, deque[tuple[int, list[_HeldAck]]]] = {}
         # Invariant: only rings that have entries.
         self._patience: dict[str, _Patience] = {}
 
@@ -115,7 +115,7 @@ class AckLedger:
         entries = self._entries
         if delivery in entries:
             return
-        entry = entries[delivery] = _Entry(ack, self._next_order, now, via)
+        entry = entries[delivery] = _HeldAck(ack, self._next_order, now, via)
         self._next_order += 1
         pending = self._pending.get(ack[0])
         if pending is None:
@@ -191,7 +191,7 @@ class AckLedger:
         Also for a connection that was closed gracefully but without a last answer.
         """
         returned = 0
-        by_ring: dict[str, dict[_Delivery, _Entry]] = {}
+        by_ring: dict[str, dict[_Delivery, _HeldAck]] = {}
         for _, carried in self._sent.pop(connection, ()):
             for entry in carried:
                 delivery = entry.ack[:4]

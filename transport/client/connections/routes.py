@@ -25,7 +25,7 @@ _MOST_ROUTES = 4096
 
 
 @dataclass(slots=True)
-class _Entry:
+class _Quarantined:
     until: float
     length_s: float
     probing: bool = False
@@ -59,7 +59,7 @@ class PortQuarantine:
         # at a small payload takes; then another use may be the probe.
         self._probe_s = settings.connect_timeout_s + settings.handshake_timeout_s + settings.read_timeout(0)
         # Invariant: a port that is not in here is healthy.
-        self._entries: dict[PortKey, _Entry] = {}
+        self._entries: dict[PortKey, _Quarantined] = {}
 
     def __repr__(self) -> str:
         ports = ", ".join(host_port(address, port) for address, port in self._entries)
@@ -100,7 +100,7 @@ class PortQuarantine:
         entry = self._entries.get(port)
         if entry is None:
             self._forget_old(now)
-            self._entries[port] = _Entry(now + self._first_s, self._first_s)
+            self._entries[port] = _Quarantined(now + self._first_s, self._first_s)
             return True
         decided = entry.probing or now >= entry.until
         if decided:

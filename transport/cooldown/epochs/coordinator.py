@@ -37,8 +37,8 @@ from transport.cooldown.epochs.records import (
     Outcome,
     Phase,
     Refusal,
-    Report,
     ReportKind,
+    UploadReport,
 )
 from transport.cooldown.epochs.shares import NameConflict, complete, composed, set_name
 from transport.errors import RunError, UsageError
@@ -67,7 +67,7 @@ class Coordinator:
 
     def __init__(self, record: EpochRecord) -> None:
         self.record = record
-        self.due: list[Report] = []
+        self.due: list[UploadReport] = []
         self.interval = min(max(record.cooldown_s / 60, 1.0), 10.0)
         self._now: float | None = None
         self._elapsed = record.elapsed_s
@@ -75,7 +75,7 @@ class Coordinator:
             self._elapsed += self.interval
         # Reported uploads, of elected clients and of this epoch, with the elapsed time at which to verify them again;
         # None while they are being verified.
-        self._unproven: dict[str, tuple[Report, float | None]] = {}
+        self._unproven: dict[str, tuple[UploadReport, float | None]] = {}
 
     def __repr__(self) -> str:
         left = max(0.0, self.record.cooldown_s - self._elapsed)
@@ -100,7 +100,7 @@ class Coordinator:
         elif self.record.phase is Phase.COOLDOWN:
             _require_same(self.record, msgspec.structs.replace(self.record, **begun))
 
-    def report(self, report: Report) -> None:
+    def report(self, report: UploadReport) -> None:
         """Take in a client's report, perhaps again."""
         record = self.record
         if record.phase is not Phase.COOLDOWN or report.upload in self._unproven:
@@ -125,12 +125,12 @@ class Coordinator:
             self._note(report, None, "")
             self._verify(report)
 
-    def verified(self, report: Report, checkpoint: Checkpoint) -> None:
+    def verified(self, report: UploadReport, checkpoint: Checkpoint) -> None:
         """Take an upload as the checkpoint."""
         if self._is_awaited(report):
             self._end(Outcome.CHECKPOINTED, checkpoint)
 
-    def refuted(self, report: Report, refusal: Refusal, detail: str, upload: str = "") -> None:
+    def refuted(self, report: UploadReport, refusal: Refusal, detail: str, upload: str = "") -> None:
         """Refuse an upload. ``upload``: the wrong part of a set; the others stay good."""
         if not self._is_awaited(report):
             return
@@ -185,11 +185,11 @@ class Coordinator:
             self._change(notes=notes, refused=refused)
 
     # --- their parts ----------------------------------------------------------------------------------
-    def _verify(self, report: Report) -> None:
+    def _verify(self, report: UploadReport) -> None:
         self._unproven[report.upload] = (report, None)
         self.due.append(report)
 
-    def _is_awaited(self, report: Report) -> bool:
+    def _is_awaited(self, report: UploadReport) -> bool:
         """Return whether a verdict on this upload is awaited."""
         known = self._unproven.get(report.upload)
         return known is not None and known[1] is None
@@ -203,7 +203,7 @@ class Coordinator:
         self._unproven.clear()
         self.due.clear()
 
-    def _note(self, report: Report, refusal: Refusal | None, detail: str) -> None:
+    def _note(self, report: UploadReport, refusal: Refusal | None, detail: str) -> None:
         notes = self.record.notes
         known = {SET, *(self.record.hosts or self.record.elected)}
         if report.client not in known:
@@ -254,7 +254,7 @@ class StoredCoordinator:
         """Return whether the store has the epoch's end."""
         return self._known.phase is Phase.ENDED
 
-    def step(self, now: float) -> list[Report]:
+    def step(self, now: float) -> list[UploadReport]:
         """Handle new reports and the time; returns the reports to verify."""
         for report in self._ledger.reports(self._epoch):
             if not (self.machine.record.hosts and report.kind is ReportKind.UPLOADED):
@@ -263,7 +263,7 @@ class StoredCoordinator:
         self.machine.tick(now)
         return self.write()
 
-    def write(self) -> list[Report]:
+    def write(self) -> list[UploadReport]:
         """Write the record where it has changed; returns the reports to verify."""
         if self.machine.record != self._known:
             self._ledger.advance(self._epoch, self._next)
@@ -302,7 +302,7 @@ class StoredCoordinator:
             except NameConflict as error:
                 conflict = str(error)
             self.sets[name] = data
-            report = Report(
+            report = UploadReport(
                 run=record.run,
                 epoch=record.epoch,
                 client=SET,

@@ -1,14 +1,14 @@
 """The records of a run's epochs in the store: their keys, and which process writes which. Blocks; thread-safe.
 
 cooldown/RUN/epoch/000000000007           EpochRecord; a coordinator; final when the epoch has ended; stays
-cooldown/RUN/report/000000000007/CLIENT   Report; that client
+cooldown/RUN/report/000000000007/CLIENT   UploadReport; that client
 cooldown/RUN/bell/000000000007            changes with every report, so that the coordinator wakes
 
 Of epochs whose save is collective:
 
 cooldown/RUN/save/EPOCH                   whether the members save; a final decision
 cooldown/RUN/saving/EPOCH/MEMBER          the process that saves for it; a final decision
-cooldown/RUN/saved/EPOCH/HOST/MEMBER      Saved; a final decision
+cooldown/RUN/saved/EPOCH/HOST/MEMBER      SavedShare; a final decision
 cooldown/RUN/share/EPOCH/HOST/N/CLIENT    Share; the client that uploaded it
 cooldown/RUN/beat/EPOCH/HOST/N            changes while a share is being uploaded
 cooldown/RUN/host/EPOCH/HOST              changes with each of these three, so that the host's members wake
@@ -30,11 +30,11 @@ from transport.cooldown.epochs.records import (
     Outcome,
     Phase,
     Refusal,
-    Report,
+    UploadReport,
     check_epoch,
     check_name,
 )
-from transport.cooldown.epochs.shares import Saved, Share
+from transport.cooldown.epochs.shares import SavedShare, Share
 from transport.errors import NoCheckpointError
 from transport.store.base import ABSENT, Change, Entry, Store
 from transport.store.decision import Next, advance, decide
@@ -116,7 +116,7 @@ class Ledger:
         return newest_checkpoint(self.epochs(), self.run)
 
     # --- reports --------------------------------------------------------------------------------------
-    def report(self, report: Report) -> None:
+    def report(self, report: UploadReport) -> None:
         """Report to the coordinator; a later report of the same client replaces this one."""
         self._store.put_many(
             [
@@ -125,7 +125,7 @@ class Ledger:
             ]
         )
 
-    def withdraw(self, report: Report) -> bool:
+    def withdraw(self, report: UploadReport) -> bool:
         """Take an upload back: report so, and refuse the upload in the epoch's record, for good.
 
         Returns False if the upload is the checkpoint. Otherwise no coordinator makes it the checkpoint any more, not
@@ -146,10 +146,10 @@ class Ledger:
         self.advance(report.epoch, refuse)
         return not kept
 
-    def reports(self, epoch: int) -> list[Report]:
+    def reports(self, epoch: int) -> list[UploadReport]:
         """Return all reports of an epoch."""
         prefix = self._key("report", epoch, "")
-        reports = decode_each(Report, self._store.scan(prefix))
+        reports = decode_each(UploadReport, self._store.scan(prefix))
         return [report for key, report in reports.items() if report.client == key.removeprefix(prefix)]
 
     def wait_for_report(self, epoch: int, version: int, timeout_s: float) -> int:
@@ -167,14 +167,14 @@ class Ledger:
         key = self._key("saving", epoch, check_name(member, "client"))
         return decide(self._store, key, process)
 
-    def put_saved(self, epoch: int, saved: Saved) -> None:
+    def put_saved(self, epoch: int, saved: SavedShare) -> None:
         """Record the files that a member has saved, once; a second record of the same member changes nothing."""
         decide(self._store, self._key("saved", epoch, saved.host, saved.member), saved)
         self._store.put_many([self._ring_host(epoch, saved.host), Change(self._key("bell", epoch), encode(""))])
 
-    def saved(self, epoch: int, host: str | None = None) -> dict[str, Saved]:
+    def saved(self, epoch: int, host: str | None = None) -> dict[str, SavedShare]:
         """Return the saved files of the members, of one host or of all, by member."""
-        return {each.member: each for each in self._of_host("saved", Saved, epoch, host)}
+        return {each.member: each for each in self._of_host("saved", SavedShare, epoch, host)}
 
     def put_share(self, epoch: int, share: Share) -> None:
         """Report an uploaded share; a later one of the same client replaces it."""

@@ -41,7 +41,7 @@ class File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return is_safe(self.name) and self.size >= 0 and digests
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The files of an upload, and its epoch."""
 
     run: str
@@ -77,7 +77,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return encode(self)
 
 
-ready(Manifest)
+ready(CheckpointManifest)
 
 
 class Blocks:
@@ -105,10 +105,10 @@ class Blocks:
         return (*self._complete, self._block.hexdigest())
 
 
-def decode(data: bytes) -> Manifest:
+def decode(data: bytes) -> CheckpointManifest:
     """Return the manifest. Raises CheckpointDamagedError if it is invalid or lists files outside its folder."""
     try:
-        manifest = msgspec.json.decode(data, type=Manifest)
+        manifest = msgspec.json.decode(data, type=CheckpointManifest)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CheckpointDamagedError(f"the manifest cannot be decoded: {error}") from error
     if manifest.layout != LAYOUT:

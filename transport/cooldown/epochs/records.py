@@ -62,7 +62,7 @@ class Refusal(enum.Enum):
     WITHDRAWN = "withdrawn"  # by its client, which was cancelled and removes it
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class UploadReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A client's report on its upload. The path of the files is computed from it; reports contain no paths."""
 
     run: str
@@ -169,7 +169,7 @@ class EpochRecord(msgspec.Struct, frozen=True, kw_only=True):
         return client == SET if kind is ReportKind.UPLOADED else client in self.hosts
 
 
-ready(Report, EpochRecord)
+ready(UploadReport, EpochRecord)
 
 
 # --- names --------------------------------------------------------------------------------------------

@@ -14,14 +14,14 @@ from typing import Final, NamedTuple
 import msgspec
 
 from transport.cooldown.epochs.election import checkpointers, permuted
-from transport.cooldown.epochs.manifest import File, Manifest, folder_and_file
+from transport.cooldown.epochs.manifest import CheckpointManifest, File, folder_and_file
 from transport.cooldown.epochs.records import SET, EpochRecord
 from transport.runtime.decoders import ready
 
 NO_SAVE: Final = ""  # the launch of an epoch in which no member saves
 
 
-class Saved(msgspec.Struct, frozen=True, kw_only=True):
+class SavedShare(msgspec.Struct, frozen=True, kw_only=True):
     """Record of what one member has saved. Written once: a member saves once in an epoch."""
 
     member: str
@@ -45,7 +45,7 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.client}/{self.attempt}"
 
 
-ready(Saved, Share)
+ready(SavedShare, Share)
 
 
 class Local(NamedTuple):
@@ -61,7 +61,7 @@ def shares_of(record: EpochRecord, host: str) -> int:
     return checkpointers(len(record.members_of(host)))
 
 
-def divided(saved: Sequence[Saved], shares: int) -> list[list[Local]]:
+def divided(saved: Sequence[SavedShare], shares: int) -> list[list[Local]]:
     """Return the files of a host's members in shares of about the same size.
 
     The largest come first, each to the smallest share.
@@ -123,7 +123,7 @@ def set_name(shares: Iterable[Share]) -> str:
     return hashlib.sha256(" ".join(share.upload for share in shares).encode()).hexdigest()[:16]
 
 
-def composed(record: EpochRecord, shares: Sequence[Share], saved: Mapping[str, Saved]) -> Manifest:
+def composed(record: EpochRecord, shares: Sequence[Share], saved: Mapping[str, SavedShare]) -> CheckpointManifest:
     """Return the one manifest of a complete set; the same for the same shares, in whichever process it is made.
 
     Raises NameConflict: two different files have one name, or the shares have not exactly the files that were saved.
@@ -145,7 +145,7 @@ def composed(record: EpochRecord, shares: Sequence[Share], saved: Mapping[str, S
     if missing or set(files) != names:
         differ = sorted(set(files) ^ names)[:3]
         raise NameConflict(f"the shares are not what the members saved: members missing {missing}, files {differ}")
-    return Manifest(
+    return CheckpointManifest(
         run=record.run,
         epoch=record.epoch,
         step=record.step,

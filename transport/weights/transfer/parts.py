@@ -17,8 +17,7 @@ from transport.devices.arrays import DeviceTensor
 from transport.errors import ProtocolError, SchemaError, UsageError, WeightsChecksumError
 from transport.ring.leases import WriteLease
 from transport.ring.packing import as_array, views, zero_gaps
-from transport.schema import Layout as RowLayout
-from transport.schema import TensorSpec
+from transport.schema import PayloadLayout, TensorSpec
 from transport.ticket import Ticket
 from transport.weights.sharding.buckets import Chunk, buckets_of, size_of, view
 from transport.weights.sharding.layouts import Layout, LocalTensor
@@ -201,7 +200,7 @@ class PartLanding:
             lease.abort()
 
 
-def row_layout_of(incoming: Incoming, layout: Layout) -> RowLayout:
+def row_layout_of(incoming: Incoming, layout: Layout) -> PayloadLayout:
     """The row of a part that a receiver of this layout gets. SchemaError for a tensor that the layout lacks."""
     return row_of(TensorSpec(each.name, each.dtype, each.shape) for each in _tensors_of(incoming, layout))
 

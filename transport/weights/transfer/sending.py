@@ -19,8 +19,7 @@ from transport.errors import SchemaError
 from transport.ring.leases import WriteLease
 from transport.ring.packing import pack_from
 from transport.runtime.progress import Progress
-from transport.schema import Layout as RowLayout
-from transport.schema import Placement
+from transport.schema import PayloadLayout, Placement
 from transport.weights.plan.steps import VersionProof, Weights
 from transport.weights.sharding.buckets import Chunk, buckets_of, size_of, view
 from transport.weights.sharding.layouts import Layout
@@ -245,7 +244,7 @@ def gather(memory: memoryview, bucket: Sequence[Chunk], boxes: Sequence[Tensor])
         for chunk, box in zip(bucket, boxes, strict=True)
     ]
     arrays = [box.tensor if isinstance(box, OnDevice) else box for box in boxes]
-    return pack_from(RowLayout(tuple(placements), size_of(bucket)), arrays, memory, sources)
+    return pack_from(PayloadLayout(tuple(placements), size_of(bucket)), arrays, memory, sources)
 
 
 def copied(data: np.ndarray[Any, np.dtype[np.uint8]], memory: memoryview) -> None:

@@ -24,8 +24,7 @@ from transport.ring.buffer import SharedRingBuffer
 from transport.ring.leases import ReadLease, WriteLease
 from transport.ring.packing import views
 from transport.ring.states import SlotState
-from transport.schema import DTYPES, Placement, Schema
-from transport.schema import Layout as RowLayout
+from transport.schema import DTYPES, PayloadLayout, Placement, Schema
 from transport.ticket import Ticket
 from transport.weights.plan.steps import VersionProof
 from transport.weights.sharding.layouts import Layout
@@ -39,7 +38,7 @@ class Held:
 
     def __init__(
         self,
-        layout: RowLayout,
+        layout: PayloadLayout,
         checksum: int,
         lease: ReadLease,
         attached: SharedRingBuffer | None,
@@ -187,7 +186,7 @@ def _empty(tensor: Any) -> np.ndarray[Any, Any]:
     return np.empty(tensor.shape, DTYPES[tensor.dtype])
 
 
-def neighbours(layout: RowLayout, most_bytes: int) -> Iterator[list[Placement]]:
+def neighbours(layout: PayloadLayout, most_bytes: int) -> Iterator[list[Placement]]:
     """Neighbouring tensors that take up to so many bytes together, in order; a larger one stands alone."""
     group: list[Placement] = []
     for place in layout.placements:
@@ -198,7 +197,7 @@ def neighbours(layout: RowLayout, most_bytes: int) -> Iterator[list[Placement]]:
     yield group
 
 
-def attach(ticket: Ticket, rank: int, layout: RowLayout, checksum: int) -> Held:
+def attach(ticket: Ticket, rank: int, layout: PayloadLayout, checksum: int) -> Held:
     """Map a part of a version that another process of this host has landed, and prove it: every byte is hashed here.
 
     Raises:
@@ -266,7 +265,7 @@ class Copies:
             self._rings.remove(ring)
             ring.close()
 
-    def hold(self, ticket: Ticket, layout: RowLayout, checksum: int) -> Held:
+    def hold(self, ticket: Ticket, layout: PayloadLayout, checksum: int) -> Held:
         """Pin a version that was landed here, as its rank 0."""
         ring = next(ring for ring in self._rings if ring.ring_id == ticket.ring)
         return Held(layout, checksum, ring.read_raw(ticket, 0), None, lambda: self._old.append((ring, ticket)))

@@ -16,8 +16,7 @@ import numpy as np
 from transport import _ring
 from transport.devices.streams import pinned_memory
 from transport.errors import SchemaError
-from transport.schema import ALIGNMENT, DTYPES, MAX_BYTES, Placement, TensorSpec
-from transport.schema import Layout as RowLayout
+from transport.schema import ALIGNMENT, DTYPES, MAX_BYTES, PayloadLayout, Placement, TensorSpec
 from transport.weights.versions.tensors import OnDevice, Tensor, tensor_of
 
 MAX_TENSORS = 1 << 17
@@ -26,7 +25,7 @@ _ZEROS = bytes(ALIGNMENT)
 _WINDOW_BYTES = 2 << 20  # of a device's tensor that is hashed on the host at a time
 
 
-def row_of(specs: Iterable[TensorSpec]) -> RowLayout:
+def row_of(specs: Iterable[TensorSpec]) -> PayloadLayout:
     """Where tensors stand in the row, in this order. SchemaError for none, too many, or too many bytes."""
     placements: list[Placement] = []
     end = 0
@@ -40,7 +39,7 @@ def row_of(specs: Iterable[TensorSpec]) -> RowLayout:
         raise SchemaError(f"a version has {len(placements)} tensors: give 1 to {MAX_TENSORS}")
     if end > MAX_BYTES:
         raise SchemaError(f"the version takes {end} bytes, more than {MAX_BYTES}")
-    return RowLayout(tuple(placements), end)
+    return PayloadLayout(tuple(placements), end)
 
 
 def specs_of(weights: Mapping[str, Any]) -> tuple[TensorSpec, ...]:
