@@ -39,6 +39,14 @@ with SharedRingBuffer.attach(sys.argv[1], role="reader"), SharedRingBuffer.attac
     sys.stdin.readline()
 """
 
+WAITS = """
+import sys
+from transport import Schema, Trainer
+with Trainer(Schema.of(x="int32"), sys.argv[1]):
+    print("ready", flush=True)
+    sys.stdin.readline()
+"""
+
 READS = """
 import sys
 from transport import BlockingClient
@@ -220,6 +228,20 @@ def test_clients_of_other_rings_are_not_shown_with_the_rings_that_are_named() ->
         assert child.line() == "ready"
         pids = [[client.pid for client in overview.look([each.name]).clients] for each in (ring, other)]
         assert [child.process.pid in each for each in pids] == [True, False]
+
+
+def test_a_trainer_that_waits_is_shown_with_its_run_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [f"top-{os.getpid()}-{which}-" for which in ("its", "another")]
+    with (
+        SharedRingBuffer.create(slots=1, slot_bytes=8, prefix=runs[0]),
+        SharedRingBuffer.create(slots=1, slot_bytes=8, prefix=runs[1]),
+        Child(WAITS, f"rings:{runs[0]}") as trainer,
+    ):
+        assert trainer.line() == "ready"
+        for name, is_shown in zip(runs, (True, False), strict=True):
+            assert run(["top", f"rings:{name}", "--once", "--json", "-"]) == 0
+            pids = [client["pid"] for client in json.loads(capsys.readouterr().out)["clients"]]
+            assert (trainer.process.pid in pids) is is_shown
 
 
 def test_the_rings_of_a_run_are_shown_and_those_of_no_other(capsys: pytest.CaptureFixture[str]) -> None:

@@ -71,6 +71,7 @@ class TrainerClient(Protocol):
     """The part of a trainer's client (`UCXXClient`) that rings use."""
 
     why_nothing: Callable[[], str]  # the rings say it, for `transport top`
+    places: str  # of the rings, likewise
 
     @property
     def claims(self) -> Any: ...
@@ -192,7 +193,8 @@ class FoundRings:
         return own
 
     def says_why(self, client: TrainerClient) -> None:
-        """Have the client's status say why nothing comes to this user."""
+        """Have the client's status say where its rings are looked for, and why nothing comes to this user."""
+        client.places = repr(self.places)
         client.why_nothing = self._waiting.text
 
     def disconnect(self, client: TrainerClient) -> None:

@@ -95,7 +95,7 @@ def reclaim(
 
     if names:
         of_ucx = [name for name in names if name.startswith(_OF_UCX)]
-        chosen = overview.named([name for name in names if name not in of_ucx])
+        chosen, _ = overview.named([name for name in names if name not in of_ucx])
     else:
         of_ucx, chosen = [f"{_OF_UCX}*"], _ring.segments()
     found = [seen for name in chosen if (seen := _look(name)) is not None]

@@ -45,7 +45,7 @@ def top(
 
     Below stand trainers that get nothing, and why. The key q ends it.
 
-    Clients are those of this host; with names, those that map the rings shown or are connected to them.
+    Clients are those of this host; with names, those of the runs, and those that have the rings.
     """
     import time
 
@@ -55,30 +55,30 @@ def top(
         raise UsageError("--json needs --once: add --once")
     if not once and not sys.stdout.isatty():
         raise UsageError("the live view needs a terminal; add --once")
-    chosen = overview.named(names) if names else None
+    chosen, runs = overview.named(names) if names else (None, set())
     if chosen == []:
         raise RingNotFoundError(f"no ring of {', '.join(names or ())} on this host; `transport top --once` lists all")
     if once:
-        before = overview.look(chosen)
+        before = overview.look(chosen, runs)
         if json_target != "-" and before.rings:
             time.sleep(min(interval, 1.0))  # for speeds, which a single look does not have
-        now = overview.look(chosen)
+        now = overview.look(chosen, runs)
         emit(now, _text(now, overview.rates(before, now)), json_target)
         return
-    _live(chosen, interval)
+    _live(chosen, runs, interval)
 
 
-def _live(chosen: list[str] | None, interval: float) -> None:
+def _live(chosen: list[str] | None, runs: set[str], interval: float) -> None:
     from rich.console import Console
     from rich.live import Live
 
     from transport.observe import overview
 
     console = Console()
-    before = overview.look(chosen)
+    before = overview.look(chosen, runs)
     with _keys() as ends_within, Live(console=console, screen=True, auto_refresh=False) as live:
         while not ends_within(interval):
-            now = overview.look(chosen)
+            now = overview.look(chosen, runs)
             live.update(_picture(now, overview.rates(before, now), console.width, "q ends"), refresh=True)
             before = now
 

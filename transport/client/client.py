@@ -129,7 +129,8 @@ class UCXXClient:
         self._pid = os.getpid()
         self._closing: asyncio.Task[None] | None = None
         self.why_nothing: Callable[[], str] = str
-        self._status = StatusSocket(self._loop, self.statistics, self._links, lambda: self.why_nothing())
+        self.places = ""
+        self._status = StatusSocket(self._loop, self.statistics, self._rings, lambda: self.why_nothing())
 
     def __reduce__(self) -> NoReturn:
         """Raises UsageError, for `pickle` and `copy`."""
@@ -307,6 +308,10 @@ class UCXXClient:
         if (fate := through(self._find, ticket, look)) is not None:
             return fate
         return SlotFate(await self._remote.ask(ticket, record, [], self._reads.deadline(timeout)))
+
+    def _rings(self) -> tuple[str, set[str]]:
+        """Return where rings are looked for, and the ids of those that are connected."""
+        return self.places, self._links.rings
 
     def statistics(self) -> ClientStatistics:
         """Counters and gauges at this moment."""

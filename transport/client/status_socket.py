@@ -16,13 +16,12 @@ import socket
 import struct
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
-from transport.client.connections.links import Links
 from transport.client.payload import ClientStatistics
 from transport.runtime.decoders import ready
 
@@ -42,6 +41,7 @@ class ClientStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One client of this host.
 
     Attributes:
+        places: where its rings are looked for; "": it has tickets.
         rings: ids of some rings that it is connected to; those that it maps have its process among their readers.
         nothing: why no payload comes; empty: some come, or none is asked for.
     """
@@ -49,6 +49,7 @@ class ClientStatus(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     program: str
     statistics: ClientStatistics
+    places: str = ""
     rings: tuple[str, ...] = ()
     nothing: str = ""
 
@@ -63,12 +64,12 @@ class StatusSocket:
         self,
         loop: asyncio.AbstractEventLoop,
         statistics: Callable[[], ClientStatistics],
-        links: Links,
+        rings: Callable[[], tuple[str, Collection[str]]],
         why_nothing: Callable[[], str],
     ) -> None:
         self._loop = loop
         self._statistics = statistics
-        self._links = links
+        self._rings = rings
         self._why_nothing = why_nothing
         self._listening: socket.socket | None = None
         listening = None
@@ -97,11 +98,13 @@ class StatusSocket:
 
     def _status(self) -> ClientStatus:
         program = Path(sys.argv[0] or "python").name
+        places, rings = self._rings()
         return ClientStatus(
             pid=os.getpid(),
             program=program,
             statistics=self._statistics(),
-            rings=tuple(self._links.rings)[:_MOST_RINGS],
+            places=places,
+            rings=tuple(rings)[:_MOST_RINGS],
             nothing=self._why_nothing(),
         )
 

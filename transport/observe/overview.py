@@ -6,7 +6,7 @@ Looking takes no owner place and changes nothing. `look` is one moment; `rates` 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -81,33 +81,44 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     bytes_by_wire: dict[str, float]
 
 
-def named(names: Sequence[str]) -> list[str]:
-    """Segments as the system names them. Raises RingNotFoundError for one that is not on this host.
+def named(names: Sequence[str]) -> tuple[list[str], set[str]]:
+    """Return segments as the system names them, and the runs among the names, as clients say where their rings are.
+
+    Raises RingNotFoundError for a segment that is not on this host.
 
     A ring may be named as it was when it was created, without "transport-"; "rings:NAME" means those of a run, which
     may be none, its notices, and its weights on offer; "rings+URL" those of this host that are in a directory.
     """
     found = []
+    runs = set()
     for name in (each.lstrip("/") for each in names):
         if name.startswith(("rings:", "rings+")):
             with known_rings(name) as rings:
                 found += [*rings.places.segments(), *segments_beside(rings.places.prefix)]
+                runs.add(repr(rings.places))
             continue
         segment = next((each for each in (name, f"transport-{name}") if (_SHARED_MEMORY / each).exists()), None)
         if segment is None:
             raise RingNotFoundError(f"no ring segment /{name} on this host; `transport top --once` lists the segments")
         found.append(f"/{segment}")
-    return found
+    return found, runs
 
 
-def look(names: list[str] | None = None) -> HostSnapshot:
-    """A snapshot of the host. ``names``: only these rings, and the clients that map them or are connected to them."""
+def look(names: list[str] | None = None, runs: Collection[str] = ()) -> HostSnapshot:
+    """A snapshot of the host.
+
+    Args:
+        names: only these rings, and the clients that map them or are connected to them.
+        runs: whose clients are shown, too: a trainer that waits has no ring.
+    """
     rings = [view for name in (_native.segments() if names is None else names) if (view := _ring(name)) is not None]
     clients = status_socket.clients()
     if names is not None:
         processes = {pid for view in rings for pid in (view.writer, *view.readers)}
         shown = {view.ring for view in rings}
-        clients = [each for each in clients if each.pid in processes or not shown.isdisjoint(each.rings)]
+        clients = [
+            each for each in clients if each.pid in processes or each.places in runs or not shown.isdisjoint(each.rings)
+        ]
     return HostSnapshot(taken=time.time(), monotonic_s=time.monotonic(), rings=tuple(rings), clients=tuple(clients))
 
 
