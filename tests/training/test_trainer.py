@@ -20,7 +20,7 @@ from transport.errors import ClosedError, ConfigurationError, RankError, SchemaE
 from transport.group import end_of, in_group
 from transport.packer.consumed_record import ConsumedRecord
 from transport.training.batch import Batch
-from transport.training.trainer import Trainer
+from transport.training.trainer import Batches, Trainer
 
 pytestmark = pytest.mark.ucx
 SCHEMA = Schema.of(obs=("float32", UpTo(64), 2), step=("int64",))
@@ -391,6 +391,36 @@ def test_batches_come_by_async_for(ring: SharedRingBuffer, prefix: str, wire: st
 
     with trainer_of(prefix, wire) as trainer:
         assert sorted(asyncio.run(loop())) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("came_first", [False, True])
+def test_a_cancelled_wait_for_a_batch_ends_its_take_and_loses_nothing(
+    ring: SharedRingBuffer, prefix: str, wire: str, came_first: bool
+) -> None:
+    async def loop(batches: Batches) -> list[int]:
+        seen: list[int] = []
+        async for batch in batches:
+            seen += steps(batch)
+            batch.consume()
+        return seen
+
+    async def cancelled_first(batches: Batches) -> list[int]:
+        waiting = asyncio.create_task(loop(batches))
+        while not _refused(trainer):  # until its thread takes
+            await asyncio.sleep(0)
+        waiting.cancel()
+        if came_first:  # to the take of the cancelled call
+            write(ring, *range(4))
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert not _refused(trainer)
+        if not came_first:
+            write(ring, *range(4))
+        ring.end_data()
+        return await loop(batches)
+
+    with trainer_of(prefix, wire) as trainer:
+        assert sorted(asyncio.run(cancelled_first(trainer.batches(2)))) == [0, 1, 2, 3]
 
 
 def test_a_claim_that_was_lost_does_not_count(ring: SharedRingBuffer, prefix: str) -> None:

@@ -565,31 +565,45 @@ class Batches:
         self._n = n
         self._fill_s = fill_s
         self._stopping = stopping
+        self._seen: tuple[Batch | None, bool] | None = None  # by a call that was cancelled
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Batch:
-        batch = self._next()
-        if batch is None:
-            raise StopIteration
-        return batch
+        over = False
+        while not over and not self._stopping():
+            batch, over = self._look()
+            if batch is not None:
+                return batch
+        raise StopIteration
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Batch:
-        batch = await asyncio.to_thread(self._next)
-        if batch is None:
-            raise StopAsyncIteration
-        return batch
-
-    def _next(self) -> Batch | None:
-        while not self._stopping():
-            batch = self._trainer.take(self._n, _SLICE_S, fill_s=self._fill_s)
-            if batch is not None or self._trainer.finished():
+        """Take the next batch. A call that is cancelled ends with its look, and the next call has what it saw."""
+        over = False
+        while not over and not self._stopping():
+            looking = asyncio.create_task(asyncio.to_thread(self._look))
+            try:
+                batch, over = await asyncio.shield(looking)
+            except asyncio.CancelledError:  # no thread may take for a call that is gone
+                await asyncio.wait({looking})
+                if looking.exception() is None:
+                    self._seen = looking.result()
+                raise
+            if batch is not None:
                 return batch
-        return None
+        raise StopAsyncIteration
+
+    def _look(self) -> tuple[Batch | None, bool]:
+        """Return a batch, if one came within a slice of time, and else whether the data has ended."""
+        if self._seen is not None:
+            seen, self._seen = self._seen, None
+            return seen
+        batch = self._trainer.take(self._n, _SLICE_S, fill_s=self._fill_s)
+        return batch, batch is None and self._trainer.finished()
 
 
 class TrainerBook:
