@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from found_rings import LONG_S, here_and_elsewhere, ring_of
-from helpers import eventually
+from helpers import eventually, until
 
 from transport import Payload, Schema, SharedRingBuffer, UpTo, open_rings
 from transport.errors import ClosedError, ConfigurationError, RankError, SchemaError, UsageError
@@ -406,8 +406,7 @@ def test_a_cancelled_wait_for_a_batch_ends_its_take_and_loses_nothing(
 
     async def cancelled_first(batches: Batches) -> list[int]:
         waiting = asyncio.create_task(loop(batches))
-        while not _refused(trainer):  # until its thread takes
-            await asyncio.sleep(0)
+        await until(lambda: _refused(trainer), "its thread takes")
         waiting.cancel()
         if came_first:  # to the take of the cancelled call
             write(ring, *range(4))
