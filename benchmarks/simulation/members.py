@@ -25,7 +25,7 @@ from plans import Result
 
 from transport.cooldown.epochs.election import checkpointers, elect
 from transport.cooldown.epochs.records import EpochRecord
-from transport.cooldown.epochs.records import RoundPhase as EpochPhase
+from transport.cooldown.epochs.records import Phase as EpochPhase
 from transport.rendezvous.member_states import State
 from transport.rendezvous.records import Place, Roster, Round, RoundPhase, Status
 from transport.rendezvous.rules import Rules

@@ -15,7 +15,7 @@ from store_proxy import FailingStore, Killed
 
 from transport.rendezvous.closing import Archive
 from transport.rendezvous.member_states import State
-from transport.rendezvous.records import Closing, Place, Reason, Roster, Round, RoundPhase
+from transport.rendezvous.records import Closing, Place, Reason, Roster, Round, RoundPhase, Status
 from transport.rendezvous.rules import Rules
 from transport.rendezvous.session import Session
 from transport.store.base import Change, Store
@@ -133,11 +133,12 @@ class SimulatedRun:
                 self.check_ranks()
 
     def check_ranks(self) -> None:
-        """No two members hold one rank of a run at one time."""
+        """No two members work under one rank of a run at one time: one that is done, and was cut off, works no more."""
         held: dict[tuple[str | None, int], str] = {}
         for member in self.members:
-            place = member.session.view.place
-            if member.alive and not member.frozen and place is not None and place.rank >= 0:
+            place, seated = member.session.view.place, member.session._seated
+            done = seated is not None and seated.seat.status is Status.DONE
+            if member.alive and not member.frozen and not done and place is not None and place.rank >= 0:
                 key = member.session._member.incarnation, place.rank
                 assert held.setdefault(key, member.name) == member.name, (
                     f"{held[key]} and {member.name} have rank {key}"
