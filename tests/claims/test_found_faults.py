@@ -202,7 +202,7 @@ def test_a_port_that_has_another_ring_by_now_is_followed_only_where_it_is_the_ad
             )
             assert take(queue, 1, 0.1) == []
             with UCXXServer(successor, ports=(address,)):
-                parts = some(queue, 1)
+                parts = take(queue, 1, LONG_S) or some(queue, 1)  # the quarantine of the port may be as long as that
                 assert names(parts)[0].startswith(successor.ring_id)
                 assert consume(parts) == [True]
 
