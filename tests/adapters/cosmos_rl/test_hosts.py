@@ -66,7 +66,8 @@ def run(hosts: tuple[Host, Host], options: list[str], logs: Path) -> dict[str, A
         for role, process in processes:
             out, _ = process.communicate(timeout=WITHIN_S)
             assert process.returncode == 0, f"{role}: {(logs / f'{role}.log').read_text()[-3000:]}"
-            found |= json.loads(out.splitlines()[-1])
+            # UCX may print something behind it.
+            found |= json.loads(next(line for line in reversed(out.splitlines()) if line.startswith("{")))
     return found
 
 
