@@ -112,6 +112,13 @@ def test_a_context_for_tcp_is_the_same_on_every_host() -> None:
     assert settings_for(wires("tcp"), refused="") == settings_for(wires("tcp"), refused=NO_DEVICE)
 
 
+def test_the_interface_of_tcp_leaves_the_ports_of_rdma_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transport.rdma.ports", lambda: {"mlx5_0:1": "ACTIVE", "mlx5_1:1": "DOWN"})
+    for allowed in (wires("tcp", "rdma"), None):
+        assert settings_for(allowed, refused="", interface="eth0")["NET_DEVICES"] == "eth0,mlx5_0:1,mlx5_1:1"
+        assert settings_for(allowed, refused=NO_DEVICE, interface="eth0")["NET_DEVICES"] == "eth0"
+
+
 @pytest.mark.parametrize(
     ("theirs", "left"),
     [

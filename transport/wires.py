@@ -116,6 +116,7 @@ def settings_for(
     shared_memory: bool = True,
     refused: str | None = None,
     ipv6: bool = False,
+    interface: str | None = None,
 ) -> dict[str, str]:
     """Return UCX settings (names without UCX_) for a context that may use ``wires``; None: whatever UCX finds best.
 
@@ -126,6 +127,7 @@ def settings_for(
         shared_memory: False for peers whose memory cannot be mapped: shared memory is excluded in any case.
         refused: why no RDMA device can be used; "": one can; None: what `rdma.refusal` says.
         ipv6: for connections by IPv6 addresses.
+        interface: the only one that TCP may use; None: any.
 
     Raises:
         WireNotAllowedError: no wire is left.
@@ -137,7 +139,10 @@ def settings_for(
     chosen = {**_CHOSEN, **_IPV6} if ipv6 else dict(_CHOSEN)
     if wires is not None:
         chosen["TLS"] = ",".join(dict.fromkeys(name for wire in WIRES if wire in wires for name in _TRANSPORTS[wire]))
-    if not refused and (wires is None or "rdma" in wires):
+    by_rdma = not refused and (wires is None or "rdma" in wires)
+    if interface is not None:
+        chosen["NET_DEVICES"] = ",".join([interface, *(rdma.ports() if by_rdma else ())])
+    if by_rdma:
         chosen.update(_RDMA)
         chosen.setdefault("TLS", _NOT_UD)
     elif not (wires & {"shm", "cuda"} if wires is not None else Path("/dev/nvidiactl").exists()):

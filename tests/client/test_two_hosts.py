@@ -5,6 +5,7 @@ Written, listened and queued on one host, read on the other, over UCX's TCP. The
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 from redis_server import needs_redis
-from two_hosts import INTERFACE, NOBODY, Host, redis_at, two_hosts, why_not
+from two_hosts import INTERFACE, NOBODY, Host, redis_at, second_interface, two_hosts, why_not
 
 pytestmark = [
     pytest.mark.ucx,
@@ -156,6 +157,24 @@ def test_of_several_addresses_the_reachable_one_is_found(hosts: tuple[Host, Host
     assert read["wires"] == ["tcp"]
     assert here.address not in " ".join(read["avoided"])
     assert written["addresses"] == [NOBODY, here.address]
+
+
+def test_an_address_that_both_hosts_have_is_no_way_between_them(hosts: tuple[Host, Host], queue: str) -> None:
+    """As of two virtual machines behind the NAT of theirs. UCX takes it for one, and for the fastest."""
+    with contextlib.ExitStack() as made:
+        for host in hosts:
+            made.enter_context(second_interface("10.0.2.15/24", host.ip))
+        here, there = hosts
+        writer = made.enter_context(here.python(WRITER, queue, PAYLOADS, "null", "process"))
+        reader = made.enter_context(there.python(READER, queue, PAYLOADS))
+        writer.line()
+        read = reported(reader.line())
+        writer.tell("stop")
+        writer.line()
+        assert (writer.wait(), reader.wait()) == (0, 0)
+    assert read["seen"] == list(range(PAYLOADS))
+    assert read["wires"] == ["tcp"]
+    assert read["avoided"] == []
 
 
 @pytest.mark.nightly(keep=1)

@@ -10,13 +10,13 @@ import contextlib
 import os
 import subprocess
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from helpers import Child, eventually
 from links import INTERFACE, address_of, namespaces, refusal
 
-__all__ = ["INTERFACE", "NOBODY", "Host", "redis_at", "two_hosts", "why_not"]
+__all__ = ["INTERFACE", "NOBODY", "Host", "redis_at", "second_interface", "two_hosts", "why_not"]
 
 NOBODY = address_of(98)  # an address of their network that neither has
 _REDIS_PORT = 16379
@@ -39,6 +39,10 @@ class Host:
         """The command that runs ``words`` there."""
         own = [] if self._identity is None else [*_OWN_MOUNTS, "sh", "-c", _ENTER, "sh", str(self._identity)]
         return ["ip", "netns", "exec", self.name, *own, *words]
+
+    def ip(self, *words: str) -> list[str]:
+        """The command `ip` there."""
+        return ["ip", "-n", self.name, *words]
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[KeptHost]:
@@ -88,6 +92,19 @@ def two_hosts(folder: Path, *, one_machine: bool = False, ipv6: bool = False) ->
             identity.write_text(f"{uuid.uuid4()}\n")
             hosts.append(Host(name, address_of(number, ipv6=ipv6), None if one_machine else identity))
         yield hosts[0], hosts[1]
+
+
+@contextlib.contextmanager
+def second_interface(address: str, ip: Callable[..., list[str]]) -> Iterator[None]:
+    """Give a host an interface that leads nowhere, while the block runs; ``ip``: the command of `ip` there."""
+    subprocess.run(ip("link", "add", "second0", "type", "veth", "peer", "name", "nowhere0"), check=True)
+    try:
+        subprocess.run(ip("address", "add", address, "dev", "second0"), check=True)
+        for name in ("second0", "nowhere0"):
+            subprocess.run(ip("link", "set", name, "up"), check=True)
+        yield
+    finally:
+        subprocess.run(ip("link", "delete", "second0"), check=True)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from transport.wire import interfaces
-from transport.wire.interfaces import Network, addresses
+from transport.wire.interfaces import Network, addresses, interface_towards
 
 # addresses of lo, which runs; of one that does not; of the link alone; one that another host may have; and two that
 # pass: one that the host changes each day, and one that is not to be used anew
@@ -49,3 +49,8 @@ def test_what_a_host_has_gained_is_named_and_of_what_it_has_lost_ports_beside_ot
     assert Network(before.addresses, frozenset()).changed_since(before) == ""
     assert before.changed_since(before) == ""
     assert Network.now().changed_since(Network.now()) == ""
+
+
+@pytest.mark.parametrize("address", sorted({address for _, address in addresses()} | {"127.0.0.9"}))
+def test_every_interface_leads_to_an_address_of_this_host(address: str) -> None:
+    assert interface_towards(address) is None

@@ -23,6 +23,9 @@ _UP_AND_RUNNING: Final = 0x1 | 0x40
 _PASSING: Final = 0x01 | 0x20  # temporary, for privacy: the host changes it each day; or deprecated
 _NOT_YET: Final = 0x08 | 0x40  # duplicate address detection has failed, or is under way: nothing can be bound there
 _IPV6: Final = Path("/proc/net/if_inet6")
+_NAMES: Final = Path("/sys/class/net")
+_ROUTE, _ASK_FOR_ROUTE, _REQUEST = 24, 26, 1  # rtnetlink's names: RTM_NEWROUTE, RTM_GETROUTE, NLM_F_REQUEST
+_TO, _THROUGH = 1, 4  # RTA_DST, RTA_OIF
 
 
 class Network(NamedTuple):
@@ -58,6 +61,40 @@ def addresses() -> Iterator[tuple[str, str]]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         running = [name for _, name in socket.if_nameindex() if _runs(probe, name)]
     return ((name, address) for name in running for address in addresses_of(name))
+
+
+def interface_towards(address: str) -> str | None:
+    """Return the interface by which the kernel sends to an IP address; None: UCX cannot use it, or has a choice.
+
+    UCX would take any interface that it has a route by to one of the other host's addresses. Where both hosts have the
+    same address on one (behind the NAT of virtual machines, towards a management controller), it would connect a host
+    to itself. To an address of this host every interface leads.
+    """
+    name = _way_to(ipaddress.ip_address(address))
+    if name is None or name not in {each for each, _ in addresses()} or (_NAMES / name / "bridge").exists():
+        return None
+    return name if name != "lo" else None
+
+
+def _way_to(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str | None:
+    family = socket.AF_INET if address.version == 4 else socket.AF_INET6
+    wanted = struct.pack("=8BI", family, address.max_prefixlen, *[0] * 7)
+    wanted += struct.pack("=HH", 4 + len(address.packed), _TO) + address.packed
+    try:
+        with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as kernel:
+            kernel.send(struct.pack("=IHHII", 16 + len(wanted), _ASK_FOR_ROUTE, _REQUEST, 1, 0) + wanted)
+            answer = kernel.recv(1 << 16)
+        if struct.unpack_from("=H", answer, 4) != (_ROUTE,):
+            return None
+        at = 16 + 12  # behind the header and the route's own
+        while at < len(answer):
+            length, kind = struct.unpack_from("=HH", answer, at)
+            if kind == _THROUGH:
+                return socket.if_indextoname(*struct.unpack_from("=I", answer, at + 4))
+            at += length + 3 & ~3
+    except OSError:  # a sandbox, or the interface has gone
+        pass
+    return None
 
 
 def addresses_of(interface: str) -> list[str]:

@@ -131,11 +131,12 @@ def settings_here(
     locked_bytes: int = 0,
     refused: str = "",
     ipv6: bool = False,
+    interface: str | None = None,
 ) -> dict[str, str]:
     """Return UCX settings for a context of this process; say once in the log where it has to do without rdma.
 
     Args:
-        wires, shared_memory, ipv6: as `settings_for` takes them.
+        wires, shared_memory, ipv6, interface: as `settings_for` takes them.
         locked_bytes: memory that is to be registered with an RDMA device, beside UCX's own.
         refused: why rdma cannot be used, where that is known already.
 
@@ -147,7 +148,7 @@ def settings_here(
     refused = refused or rdma.refusal(locked_bytes)
     if not refused and (lack := lack_of_verbs()):
         refused = f"{lack.why}: {lack.remedy}"
-    settings = settings_for(wires, shared_memory=shared_memory, refused=refused, ipv6=ipv6)
+    settings = settings_for(wires, shared_memory=shared_memory, refused=refused, ipv6=ipv6, interface=interface)
     if refused and admits_rdma(settings_for(wires, shared_memory=shared_memory, refused="")):
         _without_rdma(refused, asked=wires is not None)
     return settings

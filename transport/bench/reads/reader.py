@@ -24,6 +24,7 @@ from transport.errors import ChecksumError, WireNotAllowedError
 from transport.ticket import Ticket
 from transport.wire import ucx
 from transport.wire.addresses import is_ipv6
+from transport.wire.interfaces import interface_towards
 from transport.wire.joining import address_of
 from transport.wires import Wire, settings_for
 
@@ -209,7 +210,9 @@ async def _transports(wire: Wire, host: str, port: int) -> list[str]:
 
     Of a connection with the settings of a client of ``wire``.
     """
-    worker = ucx.Worker(settings_for(frozenset({wire}), ipv6=is_ipv6(await address_of(host))))
+    address = await address_of(host)
+    settings = settings_for(frozenset({wire}), ipv6=is_ipv6(address), interface=interface_towards(address))
+    worker = ucx.Worker(settings)
     try:
         endpoint = await worker.connect(host, port)
         seen: list[list[tuple[str, str]]] = []

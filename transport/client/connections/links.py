@@ -37,7 +37,7 @@ from transport.wire import frames
 from transport.wire.addresses import host_port, is_ipv6
 from transport.wire.authentication import checked_secret
 from transport.wire.frames import Kind, Record
-from transport.wire.interfaces import Network
+from transport.wire.interfaces import Network, interface_towards
 from transport.wire.joining import address_of, of_this_host
 from transport.wire.library import NoCommonTransportError, settings_here
 from transport.wire.probing import probe
@@ -75,7 +75,8 @@ class Links:
         self._wires = wires
         self._secret = checked_secret(secret)
         self._for_device_memory = device_memory
-        self._workers: dict[tuple[bool, bool, bool], Worker] = {}  # by whether shared memory, IPv6, RDMA may be used
+        # By whether shared memory, IPv6, RDMA may be used, and the interface of TCP; None: any.
+        self._workers: dict[tuple[bool, bool, bool, str | None], Worker] = {}
         self._refused = ""  # why rdma is used no more
         self._one_way: set[str] = set()  # addresses whose host and this one do not both reach each other by RDMA
         self._retired: set[Worker] = set()  # each until its last connection has ended
@@ -211,11 +212,16 @@ class Links:
     def worker(self, *, shared_memory: bool = True, address: str = "") -> Worker:
         """The worker for such connections. The first time UCX is loaded, which takes a tenth of a second."""
         ipv6, one_way = is_ipv6(address), address in self._one_way
-        if (worker := self._workers.get((shared_memory, ipv6, not one_way))) is None:
+        interface = interface_towards(address) if address else None
+        kind = shared_memory, ipv6, not one_way, interface
+        if (worker := self._workers.get(kind)) is None:
             refused = f"{address} and this host do not both reach each other by it, see UCX_NET_DEVICES"
             refused = self._refused or (refused if one_way else "")
-            worker = Worker(settings_here(self._allowed(), shared_memory=shared_memory, refused=refused, ipv6=ipv6))
-            self._workers[shared_memory, ipv6, not one_way] = worker
+            worker = self._workers[kind] = Worker(
+                settings_here(
+                    self._allowed(), shared_memory=shared_memory, refused=refused, ipv6=ipv6, interface=interface
+                )
+            )
             # every receive stands before it is asked for: what else comes is no answer, and would stay in UCX
             worker.engine.drop_unexpected()
         return worker
@@ -241,7 +247,8 @@ class Links:
 
     def device_memory(self) -> bool:
         """Return whether UCX knows device memory here, so that it may be received into."""
-        return self.worker().device_memory
+        worker = next(iter(self._workers.values()), None) or self.worker()
+        return worker.device_memory
 
     async def _open(self, port: PortKey, ring: str) -> Link:
         """A new link in the place that the caller has taken in the pool."""

@@ -63,7 +63,7 @@ class Warming:
         ports, sizes = self._look(places)
         if self._wires is not None and not self._wires - {"mapped"}:
             return 0
-        if ports or (self._wires is not None and "mapped" not in self._wires):
+        if not ports and self._wires is not None and "mapped" not in self._wires:
             try:
                 self._links.worker()
             except TransportError as error:
