@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from patience import PATIENCE
 
 from transport import Trainer, UCXXDataPackerMixin
 from transport.claims.places import OnThisHost
@@ -162,10 +163,13 @@ class ToldTrainer(Checked):
         )
 
     def train(self, n: int) -> list[int]:
-        """Take and consume until so many were accepted; their numbers."""
+        """Take and consume until so many were accepted; their numbers. Fail where nothing comes for long."""
         accepted: list[int] = []
+        came_at = time.monotonic()
         while len(accepted) < n:
-            self.take(1)
+            assert time.monotonic() - came_at < LONG_S * PATIENCE, f"nothing comes: {self.trainer.why_nothing()}"
+            if self.take(1):
+                came_at = time.monotonic()
             self.take(n - len(accepted) - 1, 0.0)
             accepted += self.consume()
         return sorted(accepted)

@@ -101,7 +101,7 @@ class Guest:
         with socket.socket() as bound:
             bound.bind(("127.0.0.1", 0))
             self.port = bound.getsockname()[1]
-        forward = f"user,id=host,restrict=on,hostfwd=tcp:127.0.0.1:{self.port}-:22"
+        forward = f"user,id=host,restrict=on,net=10.0.{number}.0/24,hostfwd=tcp:127.0.0.1:{self.port}-:22"
         command = [
             *("setpriv", "--pdeathsig", "KILL", "qemu-system-x86_64"),
             *_machine(kind, processors, memory, f"{_CONSOLE} {_clock(kind)} quiet guest={number}"),

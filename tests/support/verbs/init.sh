@@ -19,7 +19,7 @@ ip address add "10.77.0.$number/24" dev eth0
 ip link set eth1 up # what guests say to each other while the first link is down
 ip address add "10.78.0.$number/24" dev eth1
 ip link set eth2 up # the host, which reaches sshd here
-ip address add 10.0.2.15/24 dev eth2
+ip address add "10.0.$number.15/24" dev eth2
 modprobe -a ib_uverbs rdma_rxe
 modprobe -a sch_ingress cls_matchall act_gact # for packets that tests drop
 rdma link add rxe0 type rxe netdev eth0
