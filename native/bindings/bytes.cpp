@@ -25,7 +25,7 @@ class GilReleaseIfLarge {
   }
 
  private:
-  std::optional<nb::gil_scoped_release> release_;
+  std::optional<GilReleased> release_;
 };
 
 void check_same_size(const BufferView& destination, const BufferView& source) {

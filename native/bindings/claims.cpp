@@ -94,7 +94,7 @@ void wait_any(const std::vector<Ring*>& rings, const std::vector<std::uint32_t>&
     keep.push_back(ring->mapping());
   }
   {
-    const nb::gil_scoped_release release;
+    const GilReleased release;
     sleep_on_any(words, counts, Deadline(timeout_s));
   }
   check_signals();

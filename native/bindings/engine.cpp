@@ -34,7 +34,7 @@ class PyEngine final : public Engine {
         owner_(std::move(owner)) {}
   ~PyEngine() override {
     if (!closed()) {
-      const nb::gil_scoped_release release;  // as `close` below
+      const GilReleased release;  // as `close` below
       close();
     }
     let_go();
@@ -73,7 +73,7 @@ class PyEngine final : public Engine {
 
 nb::list drive(PyEngine& engine, double spin_s) {
   {
-    const nb::gil_scoped_release release;
+    const GilReleased release;
     engine.drive(static_cast<std::int64_t>(spin_s * 1e9));
   }
   return engine.hand_over();
@@ -86,7 +86,7 @@ nb::list collect(PyEngine& engine) {
 
 nb::list close(PyEngine& engine) {
   {
-    const nb::gil_scoped_release release;  // it may wait for UCX's own thread
+    const GilReleased release;  // it may wait for UCX's own thread
     engine.close();
   }
   engine.let_go();
@@ -125,7 +125,7 @@ void receive(const std::shared_ptr<Endpoint>& endpoint, nb::handle token, nb::ha
 }
 
 void abort_endpoint(Endpoint& endpoint) {
-  const nb::gil_scoped_release release;
+  const GilReleased release;
   endpoint.abort();
 }
 
@@ -135,7 +135,7 @@ class PyListener final {
       : arrived_(std::move(arrived)), listener_(engine, address, port, most, arrived_.ptr()) {}
   std::uint16_t port() const { return listener_.port(); }
   bool end_strangers(double patience_s) {
-    const nb::gil_scoped_release release;
+    const GilReleased release;
     return listener_.end_strangers(static_cast<std::int64_t>(patience_s * 1e9));
   }
   bool shut() const { return listener_.shut(); }

@@ -46,7 +46,7 @@ class Targets {
 };
 
 inline constexpr auto without_gil_run = [](const auto& work) {
-  const nb::gil_scoped_release release;
+  const GilReleased release;
   work();
 };
 

@@ -209,7 +209,7 @@ std::unique_ptr<Ring> create(const std::string& name, std::uint64_t slot_count, 
   Bytes16 key{};
   if (fingerprint.size() != key.size()) fail(Fault::argument, "a fingerprint has 16 bytes");
   std::memcpy(key.data(), fingerprint.c_str(), key.size());
-  const nb::gil_scoped_release release;
+  const GilReleased release;
   const Kept kept = file.empty() ? Kept::no : synced ? Kept::synced : Kept::by_file;
   try {
     return Ring::create(name, slot_count, slot_capacity, key, file, kept);
@@ -221,7 +221,7 @@ std::unique_ptr<Ring> create(const std::string& name, std::uint64_t slot_count, 
 
 std::unique_ptr<Ring> attach(const std::string& name, int role, bool writable_payload) {
   if (role < 0 || role > static_cast<int>(Role::reader)) fail(Fault::argument, "no such role");
-  const nb::gil_scoped_release release;
+  const GilReleased release;
   return Ring::attach(name, static_cast<Role>(role), writable_payload);
 }
 

@@ -7,6 +7,7 @@
 #include <memory>
 
 #include "bindings/buffer_view.hpp"
+#include "bindings/gil_released.hpp"
 #include "common/error.hpp"
 #include "common/futex.hpp"
 
@@ -38,7 +39,7 @@ inline void check_signals() {
 inline bool sleep_without_gil(EventWord& event, std::uint32_t before, const Deadline& deadline) {
   bool advanced = false;
   {
-    const nb::gil_scoped_release release;
+    const GilReleased release;
     advanced = sleep_slice(event, before, deadline);
   }
   check_signals();

@@ -38,18 +38,18 @@ void bind_serving(nb::module_& module) {
            }),
            "engine"_a, "ring"_a, nb::kw_only(), "inline_limit"_a, "slowest_rate"_a, "most_reads"_a, "most_unsent"_a,
            "numbers"_a, nb::keep_alive<0, kSecond>())
-      .def("register_payloads", &Service::register_payloads, nb::call_guard<nb::gil_scoped_release>(),
+      .def("register_payloads", &Service::register_payloads, nb::call_guard<GilReleased>(),
            "Register the ring's payloads as a whole, so that no read registers any.")
       .def_rw("draining", &Service::draining, "While set, reads are refused: the listener is busy.")
       .def_prop_ro("inline_limit", &Service::inline_limit)
       .def_prop_ro("attempts", &Service::attempts)
       .def_prop_ro("waiting", &Service::waiting)
       .def_prop_ro("demand_descriptor", &Service::demand_descriptor)
-      .def("look", &Service::look, nb::call_guard<nb::gil_scoped_release>(),
+      .def("look", &Service::look, nb::call_guard<GilReleased>(),
            "Answer demands that have waited for what is published now, or long enough.")
-      .def("dismiss", &Service::dismiss, nb::call_guard<nb::gil_scoped_release>(),
+      .def("dismiss", &Service::dismiss, nb::call_guard<GilReleased>(),
            "Tell all who wait that the listener is busy.")
-      .def("watch_no_more", &Service::watch_no_more, nb::call_guard<nb::gil_scoped_release>(),
+      .def("watch_no_more", &Service::watch_no_more, nb::call_guard<GilReleased>(),
            "End the thread that waits for what is published, and the descriptor.")
       .def(
           "when_quiet", [](Service& service, nb::handle future) { service.when_quiet(own(future)); }, "future"_a,
@@ -70,9 +70,9 @@ void bind_serving(nb::module_& module) {
             connection.count_as(counter_named(name));
           },
           "counter"_a, "Count the bytes of its payloads under this name, such as bytes_shm.")
-      .def("end_consumed", &Connection::end_consumed, nb::call_guard<nb::gil_scoped_release>())
-      .def("expire", &Connection::expire, "before"_a, nb::call_guard<nb::gil_scoped_release>())
-      .def("close", &Connection::close, nb::call_guard<nb::gil_scoped_release>());
+      .def("end_consumed", &Connection::end_consumed, nb::call_guard<GilReleased>())
+      .def("expire", &Connection::expire, "before"_a, nb::call_guard<GilReleased>())
+      .def("close", &Connection::close, nb::call_guard<GilReleased>());
 }
 
 }  // namespace transport::ucp::python

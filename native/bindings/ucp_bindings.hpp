@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "bindings/buffer_view.hpp"
+#include "bindings/gil_released.hpp"
 #include "ucp/engine.hpp"
 
 namespace transport::ucp {
@@ -17,6 +18,7 @@ namespace transport::ucp::python {
 
 namespace nb = nanobind;
 using transport::python::BufferView;
+using transport::python::GilReleased;
 
 void bind_engine(nb::module_& module);
 void bind_reading(nb::module_& module);

@@ -13,18 +13,15 @@ namespace transport::python {
 // the GIL. The memory stays mapped.
 class WithoutGil {
  public:
-  explicit WithoutGil(Ring& ring) : mapping_(ring.mapping()), in_use_(std::make_unique<Ring::InUse>(ring)), state_(PyEval_SaveThread()) {}
-  ~WithoutGil() {
-    in_use_.reset();
-    PyEval_RestoreThread(state_);
-  }
+  explicit WithoutGil(Ring& ring) : mapping_(ring.mapping()), in_use_(std::make_unique<Ring::InUse>(ring)) {}
+  ~WithoutGil() { in_use_.reset(); }
   WithoutGil(const WithoutGil&) = delete;
   WithoutGil& operator=(const WithoutGil&) = delete;
 
  private:
   std::shared_ptr<Mapping> mapping_;
   std::unique_ptr<Ring::InUse> in_use_;
-  PyThreadState* state_;
+  GilReleased released_;
 };
 
 }  // namespace transport::python

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -122,6 +123,37 @@ raise SystemExit("a script that failed")
     assert ended.returncode == 1
     assert ended.stdout.startswith("/transport-")
     assert not (SHM / ended.stdout.strip().removeprefix("/")).exists()
+
+
+WAITS = {"write": "ring.write_raw, args=[noise(100, 2)]", "event": "_ring.Event(sys.argv[1]).wait, args=[0, 1e6]"}
+
+
+@pytest.mark.parametrize("waits", WAITS)
+def test_a_thread_that_waits_while_the_interpreter_ends_does_not_abort_the_process(waits: str, tmp_path: Path) -> None:
+    code = f"""
+import os, sys, threading, time
+from helpers import noise
+from transport import SharedRingBuffer, _ring
+ring = SharedRingBuffer.create(slots=1, slot_bytes=1000)
+ring.write_raw(noise(100, 1))
+class Last:  # deleted as the interpreter ends, when that thread gets the lock no more
+    def __init__(self, thread):
+        self.status, self.say, self.now = open(f"/proc/self/task/{{thread.native_id}}/status"), os.write, time.monotonic
+    def sleeps(self):
+        self.status.seek(0)
+        return self.status.read().partition("voluntary_ctxt_switches:")[2].split()[0]
+    def __del__(self):
+        before, until = self.sleeps(), self.now() + 1  # it may have tried before this looked
+        while self.sleeps() == before and self.now() < until:
+            pass
+        self.say(1, b"woke\\n")
+thread = threading.Thread(target={WAITS[waits]}, daemon=True)
+thread.start()
+last = Last(thread)
+"""
+    with Child(code, tmp_path / "event") as child:
+        assert child.line() == "woke"
+        assert child.wait() == 0
 
 
 def test_a_reader_that_ends_with_views_in_hand_leaves_no_segment() -> None:

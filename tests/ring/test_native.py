@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import os
+import re
 import signal
 import struct
 import sys
@@ -60,6 +61,13 @@ def test_the_module_has_what_its_stub_promises() -> None:
             assert hasattr(value, part), promise
             value = getattr(value, part)
     assert {each for each in dir(_ring) if not each.startswith("_")} <= promised
+
+
+def test_the_lock_of_the_interpreter_is_given_away_by_one_class() -> None:
+    bindings = (STUB.parents[1] / "native" / "bindings").iterdir()
+    assert [
+        path.name for path in bindings if re.search("gil_scoped_release|PyEval_SaveThread", path.read_text("utf-8"))
+    ] == ["gil_released.hpp"]
 
 
 @pytest.mark.parametrize(
