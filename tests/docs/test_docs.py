@@ -137,8 +137,8 @@ def configuration_table() -> str:
 
 
 def metrics_table() -> str:
-    lines = ["| metric | labels | what it says |", "|---|---|---|"]
-    lines += [f"| `{name}` | {', '.join(family.labels)} | {family.says} |" for name, family in metrics.FAMILIES.items()]
+    lines = ["| metric | what it says |", "|---|---|"]
+    lines += [f"| `{name}` | {family.says} |" for name, family in metrics.FAMILIES.items()]
     return "\n".join(lines) + "\n"
 
 
