@@ -315,7 +315,7 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
     @cached_property
     def max_bytes(self) -> int:
         """Size in bytes of the largest payload: every ragged tensor at its maximum length."""
-        return self._place(self._most).total
+        return self.layout(self._most).total
 
     @cached_property
     def _most(self) -> tuple[int, ...]:
@@ -336,32 +336,24 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
 
         SchemaError when there are not as many lengths as counted tensors, or one is outside 0..maximum.
         """
-        if not lengths and not self.counted:
-            return self._fixed_layout
+        if not lengths and self._fixed:
+            return self._fixed[0]
         if not isinstance(lengths, tuple | list):
             raise SchemaError(f"lengths is {_short(lengths)}: give a tuple of whole numbers")
         if len(lengths) != len(self.counted):
             what = "ragged or optional" if self.optional else "ragged"
             raise SchemaError(f"expected {len(self.counted)} lengths, one for each {what} tensor, got {len(lengths)}")
-        for spec, most, length in zip(self.counted, self._most, lengths, strict=True):
-            if not hasattr(length, "__index__"):
-                raise SchemaError(f"{spec.name}: {_short(length)} is no length: give a whole number")
-            if not 0 <= length <= most:
-                raise SchemaError(f"{spec.name}: expected a length of 0..{most}, got {length}")
-        return self._place(lengths)
-
-    @cached_property
-    def _fixed_layout(self) -> PayloadLayout:
-        return self._place(())
-
-    def _place(self, lengths: tuple[int, ...]) -> PayloadLayout:
-        remaining = iter(lengths)
+        remaining = iter(zip(self._most, lengths, strict=True))
         placements = []
         end = 0
         for name, dtype, shape, unit, ragged, kind, optional in self._units:
             offset = -(-end // ALIGNMENT) * ALIGNMENT
             if ragged or optional:
-                length = next(remaining)
+                most, length = next(remaining)
+                if not hasattr(length, "__index__"):
+                    raise SchemaError(f"{name}: {_short(length)} is no length: give a whole number")
+                if not 0 <= length <= most:
+                    raise SchemaError(f"{name}: expected a length of 0..{most}, got {length}")
                 if optional and not length:
                     placements.append(Placement(name, dtype, (0,), offset, 0, kind, absent=True))
                     end = offset
@@ -371,7 +363,14 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
                     shape, unit = (length, *shape), length * unit
             placements.append(Placement(name, dtype, shape, offset, unit, kind))
             end = offset + unit
-        return PayloadLayout(tuple(placements), end)
+        found = PayloadLayout(tuple(placements), end)
+        if not self.counted:
+            self._fixed.append(found)
+        return found
+
+    @cached_property
+    def _fixed(self) -> list[PayloadLayout]:
+        return []  # its one layout, once it was asked for
 
     @cached_property
     def _units(self) -> tuple[tuple[str, np.dtype[Any], tuple[int, ...], int, bool, str, bool], ...]:

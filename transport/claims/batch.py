@@ -182,7 +182,7 @@ class ClaimedRows:
         self.connection.answers.wait(
             lambda: verdicts[positions].min() >= _IN_QUESTION or loop.is_closed() or os.getpid() != process
         )
-        if not self.answered(positions):
+        if verdicts[positions].min() < _IN_QUESTION:
             raise ClosedError("it was closed before its ring has answered")
 
     def soon(self, what: Callable[..., object], *arguments: object) -> None:

@@ -102,7 +102,7 @@ class Demands:
         self._places: Mapping[str, RingAddress] = {}
         self._known: dict[str, _Known] = {}
         self._connected: dict[str, ClaimConnection] = {}
-        self._spent: list[ClaimConnection] = []  # which others have replaced; their claims are theirs
+        self._spent: list[ClaimConnection] = []  # which others have replaced; they last until their claims have ended
         self._numbers: dict[int, int] = {}  # by demand, what its listener knows it as
         self._spread = random.randrange(1 << 16)  # over the ports of a ring, so that trainers share its listeners
         self._loop = asyncio.get_running_loop()
@@ -189,7 +189,7 @@ class Demands:
                 case Close(name):
                     link = self._connected.pop(name)
                     link.retire()
-                    self._spent.append(link)
+                    self._replaced(link)
                 case Ask(name, _, _, _):
                     self._ask(action, self._connected[name])
                 case CancelDemand(name, demand):
@@ -209,6 +209,9 @@ class Demands:
         if self._connected.get(name) is link:
             del self._connected[name]
             self._takers.lost(name, time.monotonic())
+
+    def _replaced(self, link: ClaimConnection) -> None:
+        self._spent = [each for each in (*self._spent, link) if not each.lost]
 
     async def _open(self, name: str) -> None:
         place, known = self._places.get(name), self._known.get(name, _Known())
@@ -270,7 +273,7 @@ class Demands:
 
     def _ask(self, ask: Ask, link: ClaimConnection) -> None:
         if link.spent:
-            self._spent.append(link)
+            self._replaced(link)
             self._disconnect(ask.place, link)
             return
         try:

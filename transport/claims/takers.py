@@ -357,11 +357,12 @@ class Takers:
 
     def _take_back(self, share: int, now: float) -> Iterator[Action]:
         """Demands that wait for more than a share, since others need the room; 0: all, since enough lies unused."""
-        for n in [n for n in self._waiting if n > share]:
-            for place in list(self._waiting[n].values()):
-                if place.demand is not None:
-                    yield self._cancel(place, place.demand, now)
-            del self._waiting[n]
+        for n in list(self._waiting):  # no comprehension: one is a call before Python 3.12
+            if n > share:
+                for place in list(self._waiting[n].values()):
+                    if place.demand is not None:
+                        yield self._cancel(place, place.demand, now)
+                del self._waiting[n]
 
     def _cancel(self, place: _PlaceState, demand: _Demand, now: float) -> CancelDemand:
         demand.taken_back = True

@@ -24,6 +24,9 @@ class TrainerStatistics(PackerStatistics, frozen=True, kw_only=True):
     """Counters of a `Trainer` since it began.
 
     Attributes:
+        failed: payloads that were left out: no ticket, or bytes that were wrong where a batch was made. Those that came
+            over a network with wrong bytes come again, see ``client.checksum_failures``.
+        stale: samples of groups that were too old. Payloads that a ring ended for their age are in its own counter.
         waited_s: seconds for which it has waited for batches and steps.
         steps: that its loop was given.
         void_steps: that were planned and given up; their groups came again.

@@ -121,7 +121,7 @@ class AttachedRings:
     def leave_ended(self) -> None:
         """Detach from every ring whose data has ended, and forget refusals that are over."""
         with self.lock:
-            for ring in [ring for ring in self._rings.values() if has_ended(ring)]:
+            for ring in [ring for ring in self._rings.values() if may_leave(ring)]:
                 self._left(ring)
                 self._leave(ring)
             now = time.monotonic()
@@ -160,7 +160,7 @@ def through(
     return None
 
 
-def has_ended(ring: SharedRingBuffer) -> bool:
+def may_leave(ring: SharedRingBuffer) -> bool:
     """Tell whether nothing of the ring is written, unread or looked at here any more."""
     if ring.native.closed:
         return True
