@@ -338,6 +338,14 @@ TEST(a_holder_that_is_heard_keeps_its_claims_and_one_without_a_lease_need_not_be
   CHECK(holder->finish(held[0].id) && mute->finish(kept[0].id));
 }
 
+TEST(what_goes_back_is_told_to_those_that_wait) {
+  Fixture f("told");
+  f.publish();
+  const auto claimed = claim(*f.ring, 1);
+  const std::uint32_t before = seen(f.ring->published());
+  CHECK(f.ring->give_back(claimed[0].id) && seen(f.ring->published()) != before);
+}
+
 TEST(what_goes_back_unread_does_not_count_in_vain) {
   Fixture f("unread");
   f.publish();

@@ -203,6 +203,29 @@ TEST(what_is_no_message_ends_the_connection_and_nothing_else) {
   }
 }
 
+TEST(what_is_asked_ahead_of_its_turn_is_bounded_for_all_connections_together) {
+  constexpr std::size_t kEach = 1000, kCharged = kEach + 256;
+  for (const std::size_t fitting : {2, 3}) {
+    Scene scene("engine-ahead", {.most_ahead_of_all = fitting * kCharged});
+    const Written written = scene.write(90);
+    scene.connect();
+    for (std::uint32_t number = 2; number < 5; ++number) scene.send(std::vector<std::byte>(kEach), number);
+    std::vector<std::byte> into;
+    Want want = scene.want(written, into);
+    char token = 0;
+    scene.link->read(&token, {&want, 1}, {});  // its request is the one whose turn it is
+    if (fitting == 3) {
+      CHECK(scene.told(&token).outcome == 0);
+    } else {
+      End how{};
+      CHECK(scene.reached([&] { return scene.served.ended(how); }));
+      CHECK(how == End::garbage);
+    }
+    scene.served.connection->close();
+    scene.quiet();
+  }
+}
+
 // The listener's end in a thread of its own, as the supervisor's processes are, and the ring's writer in a third one.
 TEST(ends_in_threads_of_their_own) {
   constexpr int kPayloads = 300;
