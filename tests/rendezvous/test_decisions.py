@@ -115,6 +115,13 @@ def test_success_is_only_what_everybody_with_a_rank_says() -> None:
         assert succeeded == (set(statuses) == {Status.DONE})
 
 
+def test_a_spare_ends_a_round_that_is_not_full() -> None:
+    rules = Rules(least=2, most=3, grow=True)
+    for members, act in (("ab", OpenNext), ("abc", type(None))):
+        ranked = RoundSnapshot(a_round(RoundPhase.RUNNING), seats(*members), peers(*members))
+        assert isinstance(decide(ranked._replace(waiting=frozenset({"z"})), rules), act)
+
+
 def test_after_the_last_round_the_run_fails() -> None:
     rules = Rules(least=2, most_rounds=3)
     last = RoundSnapshot(a_round(RoundPhase.RUNNING, 3), seats("a", number=3), peers("a", "b"))

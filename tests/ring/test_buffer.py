@@ -10,13 +10,13 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
 import pytest
 from claimed import claim_each
-from helpers import SHM, Child, eventually, leaving_at_once, noise, read_bytes, segment_file, slot_state, states
+from helpers import SHM, Child, eventually, noise, read_bytes, segment_file, slot_state, states
 
 from transport import Schema, SharedRingBuffer, SlotState, Ticket, UpTo, _ring
 from transport.errors import (
@@ -38,6 +38,7 @@ from transport.errors import (
     WrongKeyError,
     WrongRingError,
 )
+from transport.ring import attachment
 from transport.ring.attachment import belongs, name_in, random_name, remove_dead
 from transport.runtime import logs
 from transport.server.listener import Listener
@@ -593,12 +594,23 @@ def test_sixteen_owners_fit_and_observers_do_not_count(ring: SharedRingBuffer) -
         reader.close()
 
 
-def test_of_several_that_leave_at_once_the_last_one_removes_the_segment() -> None:
-    rings = [SharedRingBuffer.create(slots=1, slot_bytes=10)]
-    rings += [SharedRingBuffer.attach(rings[0].name, role="writer") for _ in range(3)]
-    with leaving_at_once(rings) as threads:
-        list(threads.map(SharedRingBuffer.close, rings))
-    assert rings[0].name not in _ring.segments()
+def test_of_two_that_leave_at_once_and_see_each_other_the_last_one_removes_the_segment() -> None:
+    ring = SharedRingBuffer.create(slots=1, slot_bytes=10)
+    other = SharedRingBuffer.attach(ring.name, role="writer")
+
+    class Meanwhile:
+        """The last one's attachment; the other one, which has looked before, is gone when it has left."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(ring.native, name)
+
+        def leave(self, **arguments: bool) -> int:
+            given_up = ring.native.leave(**arguments)
+            other.native.close()
+            return given_up
+
+    attachment.leave(cast(_ring.Ring, Meanwhile()), only_empty=False)
+    assert ring.name not in _ring.segments()
 
 
 def test_remove_dead_takes_segments_of_its_prefix_that_nobody_uses(ring: SharedRingBuffer) -> None:

@@ -318,6 +318,18 @@ def test_rings_here_and_elsewhere_are_one_holding(prefix: str) -> None:
         assert settled(holding, 6) == dict.fromkeys(asked, True) and free(here) and free(there)
 
 
+def test_what_is_held_of_one_ring_does_not_stand_for_what_is_unread_in_another(prefix: str) -> None:
+    with ring_of(prefix) as one, ring_of(prefix) as two, holding_of(prefix, "mapped") as holding:
+        one.write_raw(b"any")
+        held_by(holding, 1)
+        two.write_raw(b"any")
+        one.end_data()
+        two.end_data()
+        assert not holding.all_written()
+        held_by(holding, 1)
+        assert holding.all_written()
+
+
 def test_a_consumer_is_named_and_one_that_no_ring_has_is_refused(prefix: str, wire: str) -> None:
     with ring_of(prefix, consumers=("train", "eval")) as ring:
         ring.write_raw(b"any")
