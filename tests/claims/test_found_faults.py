@@ -12,6 +12,7 @@ import threading
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import msgspec
 import pytest
 from found_rings import LONG_S, TRAINER, consume, fill, names, opened, ring_of, some, take
 from helpers import NETWORK, NETWORK_WIRE, Child, dead_port, eventually, free, listener_pids, parent_of
@@ -22,6 +23,7 @@ from transport import FoundRings, SharedRingBuffer, UCXXServer, open_rings
 from transport.claims.looks import depth_of, failures_of
 from transport.claims.network import NetworkSource
 from transport.claims.places import Discovery, OnThisHost, RingAddress
+from transport.config import Configuration, configuration
 from transport.errors import WrongRingError
 
 pytestmark = [pytest.mark.ucx, pytest.mark.slow]
@@ -174,7 +176,11 @@ def test_a_trainer_whose_address_another_program_takes_goes_on_through_the_next_
             os.kill(supervisor, signal.SIGCONT)
 
 
-def test_a_port_that_has_another_ring_by_now_is_followed_only_where_it_is_the_address(prefix: str) -> None:
+def test_a_port_that_has_another_ring_by_now_is_followed_only_where_it_is_the_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    brief = msgspec.structs.replace(configuration().settings, port_quarantine_s=0.1, port_quarantine_most_s=0.2)
+    monkeypatch.setattr(Configuration, "settings", brief)
     with (
         SharedRingBuffer.create(slots=4, slot_bytes=64) as ring,
         SharedRingBuffer.create(slots=4, slot_bytes=64) as stranger,
@@ -202,7 +208,7 @@ def test_a_port_that_has_another_ring_by_now_is_followed_only_where_it_is_the_ad
             )
             assert take(queue, 1, 0.1) == []
             with UCXXServer(successor, ports=(address,)):
-                parts = take(queue, 1, LONG_S) or some(queue, 1)  # the quarantine of the port may be as long as that
+                parts = some(queue, 1)
                 assert names(parts)[0].startswith(successor.ring_id)
                 assert consume(parts) == [True]
 
