@@ -43,6 +43,7 @@ def trainer(run: Run, way: Detour) -> Iterator[Told]:
 taking = pytest.mark.parametrize("run", ["tcp"], indirect=True)
 
 
+@pytest.mark.guarantee("a connection breaks before, during or after the payload")
 @pytest.mark.nightly(keep=1)
 def test_a_connection_that_breaks_in_the_middle_of_a_payload(run: Run, way: Detour, trainer: Told) -> None:
     numbers = run.next_numbers(4)
@@ -53,6 +54,7 @@ def test_a_connection_that_breaks_in_the_middle_of_a_payload(run: Run, way: Deto
     run.account(accepted)
 
 
+@pytest.mark.guarantee("a connection breaks before, during or after the payload")
 @pytest.mark.parametrize("direction", ["to the listener", "to the trainer"])
 def test_a_connection_that_breaks_before_the_payload(
     run: Run, way: Detour, trainer: Told, direction: Direction
@@ -74,6 +76,9 @@ def test_a_connection_that_breaks_before_the_payload(
     run.account(accepted)
 
 
+@pytest.mark.guarantee("a connection breaks before, during or after the payload")
+@pytest.mark.guarantee("a trainer that takes from rings over the network is killed, or its connection breaks")
+@pytest.mark.guarantee("a connection breaks, or a listener is killed, while a trainer consumes what it took")
 @pytest.mark.parametrize("direction", ["to the listener", "to the trainer"])
 def test_a_connection_that_breaks_between_payload_and_acknowledgement(
     run: Run, way: Detour, trainer: Told, direction: Direction
@@ -88,6 +93,7 @@ def test_a_connection_that_breaks_between_payload_and_acknowledgement(
     run.account(accepted)
 
 
+@pytest.mark.guarantee("bytes change on the way")
 @pytest.mark.nightly(keep=1)
 def test_bytes_of_a_payload_that_change_on_the_way_are_noticed_and_read_again(
     run: Run, way: Detour, trainer: Told
@@ -102,6 +108,7 @@ def test_bytes_of_a_payload_that_change_on_the_way_are_noticed_and_read_again(
     assert trainer.ask("counted")["checksum_failures"] == before + 1
 
 
+@pytest.mark.guarantee("bytes change on the way")
 @taking
 def test_bytes_of_a_ticket_that_change_on_the_way_are_noticed_and_taken_again(
     run: Run, way: Detour, trainer: Told

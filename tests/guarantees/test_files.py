@@ -27,6 +27,7 @@ _HEADER = 2 * _PAGE
 _SLOTS = 4
 
 
+@pytest.mark.guarantee("every process of a job is killed, its rings in files")
 @pytest.mark.ucx
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["tickets", "tcp"])
@@ -153,6 +154,7 @@ def left(file: Path, life: Life, sync: Sync) -> list[int]:
     return found
 
 
+@pytest.mark.guarantee("their host loses its power, with sync")
 @needs_compiler
 @pytest.mark.nightly(keep=6)
 @pytest.mark.parametrize("seed", range(60))
@@ -167,6 +169,7 @@ def test_what_a_write_to_a_synced_ring_returned_for_is_there_after_a_loss_of_pow
         assert life.written - life.recorded - set(left(file, life, "publish")) == set(), "lost"
 
 
+@pytest.mark.guarantee("their host loses its power, without")
 @needs_compiler
 @pytest.mark.nightly(keep=4)
 @pytest.mark.parametrize("seed", range(40))

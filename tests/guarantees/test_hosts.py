@@ -30,6 +30,7 @@ def dies(writer: Told) -> None:
     Path(f"/dev/shm{segment}").unlink()
 
 
+@pytest.mark.guarantee("a host dies, or is out of reach")
 @pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("directory", [False, True])
 def test_the_payloads_of_a_host_that_dies_are_lost_and_reported(directory: bool, tmp_path: Path) -> None:
@@ -58,6 +59,7 @@ def test_the_payloads_of_a_host_that_dies_are_lost_and_reported(directory: bool,
         trainer.end()
 
 
+@pytest.mark.guarantee("a host dies, or is out of reach")
 def test_a_host_that_dies_takes_its_ring_where_the_rings_are_the_queue(tmp_path: Path) -> None:
     place = place_of("tcp")
     with Told("writer", place) as first, Told("trainer", place) as trainer:

@@ -46,6 +46,7 @@ def listener_of(run: Run) -> int:
         return served_by(ring)()[0]
 
 
+@pytest.mark.guarantee("a listener is killed, stopped or restarted")
 @pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
     ("run", "how"),
@@ -64,6 +65,7 @@ def test_a_listener_that_fails_between_claim_and_read(run: Run, how: signal.Sign
     run.account(accepted)
 
 
+@pytest.mark.guarantee("a listener is killed, stopped or restarted")
 @pytest.mark.nightly(keep=1)
 def test_a_listener_that_is_killed_in_the_middle_of_a_payload(held_up: Run, way: Detour) -> None:
     numbers = held_up.publish(4)
@@ -77,6 +79,7 @@ def test_a_listener_that_is_killed_in_the_middle_of_a_payload(held_up: Run, way:
         trainer.end()
 
 
+@pytest.mark.guarantee("a listener is killed while demands wait at it")
 @pytest.mark.parametrize("run", ["tcp"], indirect=True)
 def test_a_listener_that_is_killed_while_a_demand_waits(run: Run) -> None:
     assert run.other.ask("take", 1, 0.2) == []  # its demand stays for a while
@@ -85,6 +88,7 @@ def test_a_listener_that_is_killed_while_a_demand_waits(run: Run) -> None:
     run.account(run.other.ask("train", 4))
 
 
+@pytest.mark.guarantee("a trainer is killed while it takes or ends a claim")
 @pytest.mark.parametrize("held_up", ["tcp"], indirect=True)
 def test_a_trainer_that_is_killed_while_an_answer_with_claims_is_on_its_way(held_up: Run, way: Detour) -> None:
     numbers = held_up.publish(4)
@@ -97,6 +101,7 @@ def test_a_trainer_that_is_killed_while_an_answer_with_claims_is_on_its_way(held
     held_up.account(held_up.other.ask("train", 4))
 
 
+@pytest.mark.guarantee("a trainer is killed while it takes or ends a claim")
 @pytest.mark.parametrize("held_up", ["tcp"], indirect=True)
 def test_a_trainer_that_is_killed_before_it_hears_that_its_consume_was_accepted(held_up: Run, way: Detour) -> None:
     """What was accepted counts as consumed: its trainer has trained on nothing that another one gets as well."""
@@ -112,6 +117,7 @@ def test_a_trainer_that_is_killed_before_it_hears_that_its_consume_was_accepted(
     held_up.account(in_question)
 
 
+@pytest.mark.guarantee("a connection breaks, or a listener is killed, while a trainer consumes what it took")
 @pytest.mark.parametrize("held_up", ["tcp"], indirect=True)
 def test_a_listener_that_is_killed_behind_a_consume_that_it_accepted(held_up: Run, way: Detour) -> None:
     held_up.publish(4)
@@ -145,6 +151,7 @@ def all_of(run: Run) -> list[int]:
     return [run.writer.pid, parent_of(listener), listener]
 
 
+@pytest.mark.guarantee("the same, and the ring's writer, supervisor and listeners are killed at once")
 def test_a_ring_killed_as_a_whole_behind_a_consume_is_asked_in_its_segment(doomed: Run, way: Detour) -> None:
     doomed.publish(4)
     segment = doomed.writer.ask("segment")
@@ -175,6 +182,7 @@ def settled(trainer: Told) -> list[int]:
     return accepted
 
 
+@pytest.mark.guarantee("the network between a trainer and a ring is away")
 @pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("heard", [True, False], ids=["accepted", "not accepted"])
 def test_a_network_that_is_away_for_too_long_while_a_trainer_consumes(doomed: Run, way: Detour, heard: bool) -> None:
@@ -211,6 +219,7 @@ def test_a_network_that_is_away_for_too_long_while_a_trainer_consumes(doomed: Ru
         doomed.account(accepted)
 
 
+@pytest.mark.guarantee("the same, and the ring's writer, supervisor and listeners are killed at once")
 def test_a_ring_elsewhere_that_dies_as_a_whole_behind_a_consume_tells_once_another_writer_has_it(
     doomed: Run, way: Detour
 ) -> None:

@@ -37,6 +37,9 @@ def killed(folder: Path, wires: str, *, seed: int, kills: int, of_all: int, plan
         run.end()
 
 
+@pytest.mark.guarantee("a rank of a mesh (`Trainer.steps`) is killed")
+@pytest.mark.guarantee("all ranks of a mesh are killed")
+@pytest.mark.guarantee("the data of a mesh ends")
 @pytest.mark.parametrize("wires", ["mapped", "tcp"])
 def test_ranks_that_are_killed_at_any_moment_learn_every_group_once(tmp_path: Path, wires: str) -> None:
     killed(tmp_path, wires, seed=1, kills=4, of_all=1)
@@ -47,6 +50,7 @@ def test_ranks_that_are_killed_at_any_moment_learn_every_group_once_over_rdma(tm
     killed(tmp_path, "rdma", seed=1, kills=4, of_all=1, groups=40)
 
 
+@pytest.mark.guarantee("the rank of a mesh that plans is killed")
 def test_another_rank_plans_on_when_the_one_that_plans_is_killed(tmp_path: Path) -> None:
     killed(tmp_path, "mapped", seed=2, kills=3, of_all=0, planner_alone=True)
 
@@ -167,6 +171,7 @@ def restored(folder: Path, rollout: Rollout) -> None:
     eventually(done)
 
 
+@pytest.mark.guarantee("a job of a mesh goes back to a snapshot")
 @pytest.mark.parametrize("wire", ["mapped", "tcp"])
 def test_a_job_that_goes_back_to_a_snapshot_with_its_store_learns_every_group_once(tmp_path: Path, wire: str) -> None:
     """The store has steps behind the checkpoint: consumed, learned by one rank, and read ahead."""
@@ -225,6 +230,7 @@ def started(stack: ExitStack, prefix: str, *groups: str) -> subprocess.Popen[byt
     return process
 
 
+@pytest.mark.guarantee("a rollout of a mesh is killed behind a group")
 def test_a_group_that_a_killed_rollout_writes_anew_is_learned_once() -> None:
     prefix = f"mesh-{secrets.token_hex(4)}-"
     with ExitStack() as stack:
@@ -243,6 +249,7 @@ def test_a_group_that_a_killed_rollout_writes_anew_is_learned_once() -> None:
         eventually(lambda: trainer.statistics().surplus == 8)
 
 
+@pytest.mark.guarantee("a rollout is killed before a group is complete")
 @pytest.mark.parametrize("comes_back", [False, True])
 def test_the_group_of_a_killed_rollout_is_given_up_by_name_or_completed(comes_back: bool) -> None:
     prefix = f"mesh-{secrets.token_hex(4)}-"

@@ -33,6 +33,7 @@ def jobs(*arguments: str) -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.mark.guarantee("the whole job is killed")
 @pytest.mark.parametrize("seed", [1, pytest.param(101, marks=pytest.mark.nightly)])
 def test_a_job_killed_whole_is_restored_with_other_rings_and_trains_on_each_once(seed: int) -> None:
     count = 2 if seed == 1 else 30
@@ -41,6 +42,8 @@ def test_a_job_killed_whole_is_restored_with_other_rings_and_trains_on_each_once
     assert [(row["lost"], row["twice"], row["problem"]) for row in rows] == [(0, 0, "")] * count
 
 
+@pytest.mark.guarantee("every process of a job is killed, its rings in files")
+@pytest.mark.guarantee("their host starts again")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("way", "hosts", "count"),
@@ -57,6 +60,7 @@ def test_a_job_killed_whole_goes_on_over_files_and_on_several_hosts(way: str, ho
     assert [(row["lost"], row["twice"], row["problem"]) for row in rows] == [(0, 0, "")] * count
 
 
+@pytest.mark.guarantee("the same, while a snapshot is taken or restored")
 @pytest.mark.parametrize("event", ["taken", "restoring"])
 def test_a_job_killed_at_a_cut_or_while_it_restores_loses_nothing_and_repeats_nothing(event: str) -> None:
     [row] = jobs("--first", "7", "--seeds", "1", "--payloads", "300", "--kills", "3", "--only", event)
@@ -66,6 +70,7 @@ def test_a_job_killed_at_a_cut_or_while_it_restores_loses_nothing_and_repeats_no
 SCHEMA = Schema.of(number=("int64",))
 
 
+@pytest.mark.guarantee("the destination of snapshots is away, full or slow, or returns other bytes")
 def test_a_job_whose_destination_fails_goes_on_and_is_restored_to_the_step_before(tmp_path: Path) -> None:
     """Away for the second snapshot, other bytes in the third: the first one and its checkpoint are what is left."""
     prefix = f"restart-{secrets.token_hex(4)}-"

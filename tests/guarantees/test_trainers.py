@@ -19,6 +19,8 @@ def run(request: pytest.FixtureRequest) -> Iterator[Run]:
         yield run
 
 
+@pytest.mark.guarantee("a trainer that claims from the ring is killed")
+@pytest.mark.guarantee("a trainer that takes from rings over the network is killed, or its connection breaks")
 @pytest.mark.nightly(keep=1)
 def test_what_a_killed_trainer_had_and_had_not_consumed_is_consumed_by_another_one(run: Run) -> None:
     run.publish(8)
@@ -30,6 +32,8 @@ def test_what_a_killed_trainer_had_and_had_not_consumed_is_consumed_by_another_o
     run.account(accepted)
 
 
+@pytest.mark.guarantee("a trainer that claims from a mapped ring is stopped")
+@pytest.mark.guarantee("the same trainer is stopped")
 @pytest.mark.nightly(keep=1)
 def test_what_a_stopped_trainer_held_passes_to_another_one_and_its_own_consume_is_refused(run: Run) -> None:
     run.publish(8)
@@ -44,6 +48,7 @@ def test_what_a_stopped_trainer_held_passes_to_another_one_and_its_own_consume_i
         victim.end()
 
 
+@pytest.mark.guarantee("two trainers claim from a ring at once")
 def test_trainers_that_claim_at_once_by_both_ways_get_every_payload_once() -> None:
     """Two of them map the rings of two writers, two take from them over the network; each takes what it gets."""
     each = 48  # three times through the slots of a ring

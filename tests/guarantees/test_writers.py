@@ -33,6 +33,7 @@ def place(request: pytest.FixtureRequest) -> Place:
 tcp = pytest.mark.parametrize("place", ["tcp"], indirect=True)
 
 
+@pytest.mark.guarantee("a rollout worker is killed later, also with its supervisor")
 @pytest.mark.nightly(keep=1)
 def test_what_a_killed_writer_had_written_is_consumed(place: Place) -> None:
     with Told("writer", place) as writer:
@@ -43,6 +44,7 @@ def test_what_a_killed_writer_had_written_is_consumed(place: Place) -> None:
     eventually(lambda: gone(segment), "the ring goes with its last payload")
 
 
+@pytest.mark.guarantee("a rollout worker is killed while it writes")
 @tcp
 def test_what_a_killed_writer_was_writing_was_never_there_and_its_slot_is_free_again(place: Place) -> None:
     name = f"{place.prefix}named"
@@ -59,6 +61,7 @@ def test_what_a_killed_writer_was_writing_was_never_there_and_its_slot_is_free_a
         second.end()
 
 
+@pytest.mark.guarantee("a rollout worker is killed later, also with its supervisor")
 @pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("then", ["another writer", "no writer"])
 def test_what_writer_and_supervisor_that_are_killed_together_had_written_is_consumed(place: Place, then: str) -> None:
@@ -80,6 +83,7 @@ def test_what_writer_and_supervisor_that_are_killed_together_had_written_is_cons
         Path(f"/dev/shm{serving.segment}").unlink(missing_ok=True)
 
 
+@pytest.mark.guarantee("a restarted rollout worker takes its ring over, and its setup fails")
 @pytest.mark.nightly
 @tcp
 def test_a_ring_that_was_taken_over_by_a_writer_whose_setup_failed_keeps_its_payloads(place: Place) -> None:
@@ -98,6 +102,7 @@ def test_a_ring_that_was_taken_over_by_a_writer_whose_setup_failed_keeps_its_pay
         third.end()
 
 
+@pytest.mark.guarantee("a supervisor is killed")
 @tcp
 def test_a_killed_supervisor_is_started_again_and_adopts_its_listeners(place: Place) -> None:
     with Told("writer", place) as writer:

@@ -37,6 +37,7 @@ def served(settings: Settings = QUICK, slots: int = 64) -> Iterator[tuple[Shared
 
 
 # --- listeners ------------------------------------------------------------------------------------
+@pytest.mark.guarantee("a listener is killed, stopped or restarted")
 @asynchronous
 async def test_a_killed_listener_is_back_on_its_port_and_meanwhile_the_other_one_serves() -> None:
     with served() as (ring, server):
@@ -54,6 +55,7 @@ async def test_a_killed_listener_is_back_on_its_port_and_meanwhile_the_other_one
             await read_all(client, [msgspec.structs.replace(ticket, ports=(victim,)) for ticket in write(ring, 1)])
 
 
+@pytest.mark.guarantee("a listener is killed, stopped or restarted")
 @asynchronous
 async def test_a_stopped_listener_is_killed_by_the_watchdog_and_what_it_had_pinned_is_read_again() -> None:
     with served() as (ring, server):

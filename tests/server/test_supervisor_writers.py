@@ -130,6 +130,7 @@ def test_a_port_that_a_killed_writer_still_has_names_its_ring_and_the_ring_takes
             UCXXServer(other, (port,), addresses=(LOOPBACK,), settings=QUICK).start()
 
 
+@pytest.mark.guarantee("a rollout worker is killed later, also with its supervisor")
 @pytest.mark.parametrize("linger_s", [0.5, 0.0])
 def test_what_nobody_reads_of_a_killed_writer_vanishes_after_the_linger_time(name: str, linger_s: float) -> None:
     writer = Writer(name, 2, msgspec.structs.replace(QUICK, linger_s=linger_s))

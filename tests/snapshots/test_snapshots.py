@@ -103,6 +103,7 @@ def saved_of(ring: SharedRingBuffer, place: Path, step: int = 1, **terms: Any) -
 
 
 # --- there and back -----------------------------------------------------------------------------------
+@pytest.mark.guarantee("the whole job is killed")
 @pytest.mark.parametrize(("before", "after"), [(3, 1), (1, 3), (2, 2)])
 def test_payloads_come_back_into_fewer_or_more_rings(prefix: str, place: Path, before: int, after: int) -> None:
     rings = [SharedRingBuffer.create(SCHEMA, slots=4, prefix=prefix) for _ in range(before)]
@@ -246,6 +247,7 @@ CALLS = st.lists(
 )
 
 
+@pytest.mark.guarantee("the whole job is killed")
 @given(calls=CALLS)
 @settings(max_examples=25)
 def test_a_delivery_is_in_the_record_or_in_the_snapshot_never_in_both_or_neither(
@@ -314,6 +316,7 @@ def slow(place: Path, monkeypatch: pytest.MonkeyPatch) -> Held:
     return destination
 
 
+@pytest.mark.guarantee("the destination of snapshots is away, full or slow, or returns other bytes")
 def test_training_goes_on_while_a_slow_destination_takes_a_snapshot(
     ring: SharedRingBuffer, prefix: str, slow: Held, place: Path
 ) -> None:
@@ -545,6 +548,7 @@ def removed(path: Path) -> None:
     path.unlink()
 
 
+@pytest.mark.guarantee("the destination of snapshots is away, full or slow, or returns other bytes")
 @pytest.mark.parametrize("which", ["manifest", "data", "index"])
 @pytest.mark.parametrize("damage", [changed, truncated, removed])
 def test_a_damaged_snapshot_is_refused_and_nothing_of_it_is_restored(
@@ -713,6 +717,7 @@ def test_wrong_arguments_are_refused(ring: SharedRingBuffer, place: Path, wrong:
 
 
 # --- a destination that fails -------------------------------------------------------------------------
+@pytest.mark.guarantee("the destination of snapshots is away, full or slow, or returns other bytes")
 def test_a_destination_that_is_away_makes_no_snapshot_and_holds_nothing(ring: SharedRingBuffer, tmp_path: Path) -> None:
     written(ring, range(8))
     with given_rings(ring) as queue:
@@ -723,6 +728,7 @@ def test_a_destination_that_is_away_makes_no_snapshot_and_holds_nothing(ring: Sh
     assert ring.statistics().free == 8
 
 
+@pytest.mark.guarantee("the destination of snapshots is away, full or slow, or returns other bytes")
 def test_a_full_destination_makes_no_snapshot_and_keeps_nothing(prefix: str, tmp_path: Path) -> None:
     path = tmp_path / "mounted"
     path.mkdir()

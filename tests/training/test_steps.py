@@ -113,6 +113,7 @@ def test_a_group_that_is_in_two_rings_is_one(prefix: str, wire: str) -> None:
             step.consume()
 
 
+@pytest.mark.guarantee("a rank of a mesh (`Trainer.steps`) is killed")
 def test_what_was_not_consumed_comes_again_whole(ring: SharedRingBuffer, prefix: str, wire: str) -> None:
     for value in range(4):
         write(ring, f"p{value}", value)
@@ -139,6 +140,7 @@ def test_what_was_consumed_does_not_come_again_when_the_loop_is_left_in_the_midd
         assert values(next(iter(trainer.steps(1)))) == [1] * 4
 
 
+@pytest.mark.guarantee("a rollout is killed before a group is complete")
 @pytest.mark.parametrize("incomplete", ["drop", "short"])
 def test_a_group_that_will_not_complete_is_dropped_or_short(
     ring: SharedRingBuffer, prefix: str, wire: str, incomplete: str
@@ -339,6 +341,7 @@ def test_a_sample_beyond_its_groups_size_is_left_out(ring: SharedRingBuffer, pre
     assert ring.native.unread == 0
 
 
+@pytest.mark.guarantee("a rollout of a mesh is killed behind a group")
 def test_a_group_that_is_written_anew_long_after_it_was_learned_is_left_out(
     ring: SharedRingBuffer, prefix: str, wire: str
 ) -> None:
@@ -416,6 +419,7 @@ def test_the_last_groups_are_a_short_step_or_none(ring: SharedRingBuffer, prefix
     assert ring.native.unread == 0
 
 
+@pytest.mark.guarantee("all ranks of a mesh are killed")
 def test_a_record_leaves_out_what_a_checkpoint_has(ring: SharedRingBuffer, prefix: str, wire: str) -> None:
     for value in range(4):
         write(ring, f"p{value}", value)
@@ -648,6 +652,7 @@ def ranks_run(
     return [found[rank] for rank in range(dp * tp)]
 
 
+@pytest.mark.guarantee("the data of a mesh ends")
 def test_replicas_divide_the_groups_and_ranks_of_a_replica_get_the_same(
     ring: SharedRingBuffer, prefix: str, wire: str, tmp_path: Path
 ) -> None:
@@ -692,6 +697,7 @@ def test_a_micro_batch_says_the_group_of_each_payload(ring: SharedRingBuffer, pr
     assert Counter(ranks[0] + ranks[1]) == Counter({f"p{value}": 4 for value in range(5)})
 
 
+@pytest.mark.guarantee("a rank of a mesh (`Trainer.steps`) is killed")
 def test_a_step_is_not_consumed_before_every_rank_has_learned(
     ring: SharedRingBuffer, prefix: str, tmp_path: Path
 ) -> None:
@@ -734,6 +740,7 @@ def test_a_mesh_of_another_shape_has_the_same_groups_whole(
     assert caplog.text.count("is void") - said == counted > 0
 
 
+@pytest.mark.guarantee("a rollout of a mesh is killed behind a group")
 def test_a_step_whose_rings_are_gone_is_given_up_when_all_ranks_begin_again(prefix: str, tmp_path: Path) -> None:
     store = f"sqlite:///{tmp_path}/steps.db"
     with ring_of(f"{prefix}a", schema=SCHEMA, slot_bytes=None) as ring:
