@@ -1,29 +1,22 @@
-"""The benchmark of the whole job: cases, refusals, accounts, table and picture. No figure is compared with another."""
+"""The benchmark of the whole job accounts for every payload. No figure is compared with another."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from benchmarks.job import driver, plan
+from benchmarks.job import driver
 from benchmarks.job.command import run
 from benchmarks.job.driver import JobSample
 from benchmarks.job.plan import JobCase
 from benchmarks.job.rows import JobRow
-from benchmarks.peers import registry
 from transport.bench import session
-from transport.bench.result import BenchReport
 from transport.errors import LinkError, MissingDependencyError
 from transport.runtime.progress import silent
 
-ROOT = Path(__file__).resolve().parents[2]
 KEYS = (
     "peer", "wire", "layout", "size_bytes", "writers", "trainers", "payloads_per_s", "gb_per_s", "ms_p50",
     "ms_p99", "cpu_us_per_payload", "lost", "duplicated",
@@ -39,58 +32,6 @@ def case(**changed: Any) -> JobCase:
 def sample(rate: float = 100.0, **changed: Any) -> JobSample:
     usual = {"payloads": 200, "seconds": 200 / rate, "ms_p50": 1.0, "ms_p99": 2.0, "cpu_s": 0.002, "helpers_cpu_s": 0.0}
     return JobSample(**{**usual, "lost": 0, "duplicated": 0, **changed})
-
-
-def report(idle: bool = False) -> BenchReport:
-    ways = [("transport", "mapped"), ("transport", "tcp"), ("zmq", "tcp"), ("redis", "tcp")]
-    rows = [
-        JobRow.of(case(peer=peer, wire=wire, size_bytes=size, idle=idle), [sample(100.0 * (1 + at))])
-        for at, (peer, wire) in enumerate(ways)
-        for size in (4096, 65536)
-    ]
-    about = {"date": "2026-01-01", "cpu": "a", "cores": 2, "kernel": "6", "python": "3", "load": 0.0}
-    about["versions"] = {"payload-transport": "1"}
-    return BenchReport(machine=about, settings={}, rows=rows, skipped={"ray": "not installed; run: make bench-peers"})
-
-
-# --- what is measured, and what is refused --------------------------------------------------------
-def test_all_ways_of_a_size_have_the_same_batches_and_window() -> None:
-    peers = registry.chosen("zmq,redis", registry.JOB_PEERS)
-    found = plan.cases([4096, 16 << 20], ["mapped", "tcp"], "list", peers, 2, 3, 32, idle=False)
-    assert [each.name for each in found] == ["mapped", "tcp", "zmq", "redis"] * 2
-    assert {(each.batch, each.window) for each in found[:4]} == {(32, 128)}
-    assert {(each.batch, each.window) for each in found[4:]} == {(2, 8)}
-    assert {(each.writers, each.trainers) for each in found} == {(2, 3)}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--wire", "kafka"], "--wire kafka: choose some of"),
-        (["--layout", "tiled"], "--layout tiled: choose one of list, padded, packed"),
-        (["--wire", "rdma"], "--wire rdma: this host has no InfiniBand or RoCE device"),
-        (
-            ["--peers", "kafka"],
-            "unknown peer 'kafka'; choose all, or some of zmq, redis, redis-stream, ray, transferqueue",
-        ),
-        (["--sizes", "32B"], "--sizes 32: give more than 32 bytes"),
-        (["--idle", "--writers", "2"], "--idle needs --writers 1, got 2"),
-        (["--plot", "job.pdf"], "--plot job.pdf: give a .png file"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused_before_anything_runs(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(arguments) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_without_xxhash_the_error_names_the_extra(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    assert run([]) == 1
-    assert "benchmarks/job needs xxhash: pip install " in capsys.readouterr().err
 
 
 # --- accounts -------------------------------------------------------------------------------------
@@ -109,32 +50,6 @@ def test_a_row_has_medians_spread_and_the_sum_of_what_was_lost() -> None:
     assert found.gb_per_s == pytest.approx(200 * 4096 / 1e9, rel=0.1)
     assert found.cpu_us_per_payload == 10.0
     assert (found.lost, found.duplicated, found.repetitions, found.mode) == (1, 2, 3, "throughput")
-
-
-DRAW = """
-import sys
-from pathlib import Path
-
-import msgspec
-from benchmarks.job.rows import JobRow
-from benchmarks.peers.plot import draw_job
-from transport.bench.result import BenchReport
-
-report = msgspec.json.decode(sys.stdin.buffer.read(), type=BenchReport)
-draw_job(msgspec.structs.replace(report, rows=msgspec.convert(report.rows, list[JobRow])), Path(sys.argv[1]))
-"""
-
-
-@pytest.mark.nightly(keep=1)
-@pytest.mark.parametrize("idle", [False, True])
-def test_the_picture_is_a_png(tmp_path: Path, idle: bool) -> None:
-    if importlib.util.find_spec("matplotlib") is None:
-        pytest.skip("matplotlib is not installed (the extra bench)")
-    path = tmp_path / "job.png"
-    # in a process of its own, since matplotlib keeps its fonts open for life
-    encoded = msgspec.json.encode(report(idle))
-    subprocess.run([sys.executable, "-c", DRAW, str(path)], input=encoded, cwd=ROOT, check=True, timeout=60)
-    assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
 # --- a run ----------------------------------------------------------------------------------------

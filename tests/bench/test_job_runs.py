@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -54,16 +49,6 @@ def test_every_payload_of_rings_is_consumed_once_over_the_network_in_each_layout
 ) -> None:
     (row,) = rows_of(capsys, "--wire", "tcp", "--layout", layout)
     assert (row["wire"], row["layout"]) == ("tcp", layout)
-
-
-@pytest.mark.nightly
-@pytest.mark.ucx
-def test_an_idle_system_is_measured_one_payload_at_a_time(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(driver, "_IDLE_PAYLOADS", 5)
-    (row,) = rows_of(capsys, "--wire", "mapped", "--idle")
-    assert (row["mode"], row["batch"]) == ("idle", 1)
 
 
 @pytest.mark.parametrize(
@@ -113,77 +98,3 @@ def test_a_payload_that_was_changed_on_the_way_fails_the_run(tmp_path: Path, mon
     script.write_text(script.read_text().replace("batch[32:])", "batch[32:-1] + b'?')"))
     with pytest.raises(LinkError, match="payload 0 of writer 0 differs from what was written"):
         driver.measure(case, 1e-6)
-
-
-def test_a_participant_that_fails_is_reported_with_what_it_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    (case,) = plan.cases([4096], ["mapped"], "list", [], 1, 1, 4, idle=False)
-    broken = [sys.executable, "-c", "raise SystemExit('no room for anything')"]
-    monkeypatch.setattr(driver, "_command", lambda *_: broken)
-    with pytest.raises(LinkError, match="transport writer ended with status 1: no room for anything"):
-        driver.measure(case, 0.01)
-
-
-def segments(process: int) -> set[Path]:
-    """The shared memory that a process has mapped."""
-    try:
-        lines = Path(f"/proc/{process}/maps").read_text().splitlines()
-    except OSError:
-        return set()
-    return {Path(line.split(maxsplit=5)[5]) for line in lines if "/dev/shm/" in line}
-
-
-def members(process: int) -> set[int]:
-    """Children of a process, theirs, and so on."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            children.setdefault(int(fields[1]), []).append(int(entry.name))
-    found: set[int] = set()
-    todo = [process]
-    while todo:
-        todo += (new := set(children.get(todo.pop(), ())) - found)
-        found |= new
-    return found
-
-
-@pytest.mark.nightly
-@pytest.mark.ucx
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_leaves_neither_processes_nor_segments(tmp_path: Path, number: signal.Signals) -> None:
-    command = [
-        sys.executable,
-        "-P",
-        "benchmarks/job",
-        "--sizes",
-        "64KiB",
-        "--wire",
-        "tcp",
-        "--seconds",
-        "60",
-    ]
-    process = subprocess.Popen(
-        command, cwd=ROOT, env={**os.environ, "TMPDIR": str(tmp_path)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    started: set[int] = set()
-    # writer, trainer, and the writer's supervisor and listener; then the trainers have consumed something
-    cells = None
-    while cells is None or not any(cells.read_bytes()):
-        assert process.poll() is None
-        started |= members(process.pid)
-        cells = next(tmp_path.glob("bench-job-*/cells"), None)
-        time.sleep(0.01)
-    started |= members(process.pid)
-    assert len(started) >= 3
-    used = set().union(*(segments(pid) for pid in started))
-    assert used
-    process.send_signal(number)
-    process.communicate()
-    while any(Path(f"/proc/{pid}").exists() for pid in started):  # the watchdog ends what hangs
-        time.sleep(0.01)
-    assert not [path for path in used if path.exists()]
-    assert not list(tmp_path.glob("bench-job-*"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import pytest
 from benchmarks.job import trajectory_rows
 from benchmarks.job.command import run
 from benchmarks.job.trajectories import TWO, WrongTrajectoryError, check, sample
-from benchmarks.peers import registry
 from transport.ring.packing import describe
 
 SHORT = ("--payload", "trajectory", "--seconds", "0.01", "--repetitions", "1", "--batch", "2")
@@ -29,27 +27,6 @@ def test_put_get_and_the_whole_job_are_measured(wire: str, capsys: pytest.Captur
     [row] = json.loads(capsys.readouterr().out)["rows"]
     assert (row["peer"], row["wire"], row["batch"], row["get_bytes"]) == ("transport", wire, 2, 2 * 4 * 8192)
     assert all(row[name] > 0 for name in ("put_us", "get_us", "job_us"))
-
-
-def test_a_peer_that_is_not_installed_is_left_out_and_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(registry, "ENVIRONMENTS", tmp_path)
-    assert run([*SHORT, "--wire", "mapped", "--peers", "all"]) == 0
-    shown = capsys.readouterr().out
-    assert "transferqueue left out: not installed; run: make bench-peers" in shown
-    assert "two fields" in shown
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [(("--payload", "image"), "choose bytes or trajectory"), ((*SHORT, "--peers", "zmq"), "leave out zmq")],
-)
-def test_what_makes_no_sense_is_refused(
-    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run([*arguments]) != 0
-    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["tokens", "prompt", "messages", "reward"])

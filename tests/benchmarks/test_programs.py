@@ -23,9 +23,3 @@ def test_steps_of_two_ranks_lose_nothing_when_one_is_killed() -> None:
     for row in rows:
         assert row["ended"] and row["steps"] == [4, 4]
         assert (row["lost"], row["twice"]) == (0, 0)
-
-
-def test_wrong_arguments_are_refused_before_anything_is_measured() -> None:
-    done = run_benchmark("rendezvous", "--members", "0")
-    assert done.returncode == 2
-    assert "--members 0" in done.stderr and done.stdout == ""

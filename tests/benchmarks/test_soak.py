@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -12,10 +11,7 @@ from typing import Any
 
 import pytest
 from benchmark_programs import BENCHMARKS
-from frame_codec import HEADER, Answer, encode_control, encode_status, sealed
 from preloaded import needs_compiler
-
-from transport.wire.frames import VERSION, Hello, Kind, Record, encode_handshake
 
 SOAK = BENCHMARKS / "soak"
 BUILD = BENCHMARKS.parent / "build" / "faults"
@@ -23,10 +19,8 @@ BUILD = BENCHMARKS.parent / "build" / "faults"
 sys.path[:0] = [str(SOAK), str(BENCHMARKS / "harness")]
 try:
     import mutations
-    import network_proxy
     import payloads
     import run
-    from faults import schedule
     from planted import PLANTS
 finally:
     del sys.path[:2]
@@ -85,24 +79,6 @@ def test_a_planted_fault_is_found_only_by_its_own_figure() -> None:
     assert not mutations.found("flipped", clean | {"passed": False, "lost": 1, "wrong": 1})
 
 
-@pytest.mark.nightly
-@pytest.mark.ucx
-@pytest.mark.slow
-def test_a_soak_finds_rings_that_do_not_fence(tmp_path: Path) -> None:
-    """With every planted fault it is `make soak-planted`."""
-    size = ["--payloads", "2000", "--kills", "0", "--lapses", "12", "--stuck-s", "30"]
-    report = mutations.run("unfenced", tmp_path, size)
-    assert mutations.found("unfenced", report), json.dumps(report, indent=1)
-
-
-def test_a_schedule_follows_from_its_seed_and_has_what_was_asked_for() -> None:
-    faults = schedule(7, 1000, 50, {"stop": 5, "stall": 2})
-    assert faults == schedule(7, 1000, 50, {"stop": 5, "stall": 2}) != schedule(8, 1000, 50, {"stop": 5, "stall": 2})
-    assert [fault.at for fault in faults] == sorted(fault.at for fault in faults)
-    kinds = [fault.kind for fault in faults]
-    assert (kinds.count("kill"), kinds.count("stop"), kinds.count("stall")) == (50, 5, 2)
-
-
 # --- a short soak ----------------------------------------------------------------------------------------
 @pytest.mark.nightly
 @pytest.mark.ucx
@@ -153,26 +129,3 @@ def test_over_a_network_that_cuts_and_changes_every_payload_is_consumed_once_wit
 def test_a_soak_over_the_network_finds_a_planted_fault(tmp_path: Path, plant: str, only: str) -> None:
     report = over_the_network(tmp_path, "--plant", plant, "--only", only)
     assert mutations.found(plant, report), json.dumps(report, indent=1)
-
-
-def test_the_proxy_recognises_messages_by_their_checksums_and_nothing_else() -> None:
-    noise = payloads.NOISE[:1000].tobytes()
-    note = b"a ticket"
-    taken = bytearray(24 + 48) + note
-    HEADER.pack_into(taken, 0, 0, VERSION, Kind.STATUS, 1, 7, 0, 0)
-    struct.pack_into("<12xH", taken, 24, len(note))
-    sent = [
-        encode_control(7, [Record(Kind.RENEW), Record(Kind.FINISH, slot=3)]),
-        encode_status(7, [Answer(0, 0), Answer(3, 1)]),
-        sealed(taken),
-        encode_handshake(Hello(ring="one", tag_base=9, nonce=bytes(16))),
-    ]
-    passing = bytearray(noise)
-    for message in sent:
-        passing += message + noise
-    found = list(network_proxy.messages(bytes(passing)))
-    prefixed = sent[-1][8:]  # what a handshake begins with has no checksum
-    assert [passing[begin:end] for begin, end in found] == [*sent[:-1], prefixed]
-    for begin, _ in found:
-        passing[begin + 9] ^= 1
-    assert not list(network_proxy.messages(bytes(passing)))

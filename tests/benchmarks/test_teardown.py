@@ -4,7 +4,6 @@ told to end leaves nothing behind. The long version of these tests is `make tear
 from __future__ import annotations
 
 import json
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -46,16 +45,6 @@ async def test_a_buffer_reused_at_once_after_a_cancelled_or_late_read_is_never_w
     assert not reuse.written_afterwards
 
 
-@pytest.mark.slow
-@asynchronous
-async def test_a_server_in_processes_ends_with_reads_in_flight() -> None:
-    seed = next(seed for seed in range(100) if random.Random(seed).choice(cycles.ENDS) == "both")
-    reuse = await cycles.cycle(seed, "tcp", "process")
-    assert reuse.reads == cycles.SLOTS
-    assert not reuse.wrong
-    assert not reuse.written_afterwards
-
-
 @pytest.mark.nightly
 @needs_redis
 @pytest.mark.slow
@@ -70,10 +59,3 @@ def test_a_whole_job_ends_with_its_queue_away_and_a_member_stopped(victim: str, 
     if not said["stuck"]:  # on a busy machine members may be killed, and their rings stay
         assert said["left"] == []
         assert set(said["killed"]) <= {"trainer"}  # a stopped listener ends by itself
-
-
-def test_a_crash_is_seen_in_the_words_of_whoever_crashed() -> None:
-    crash = "import ctypes; ctypes.string_at(0)"
-    done = subprocess.run([sys.executable, "-X", "faulthandler", "-c", crash], capture_output=True)
-    assert any(sign in done.stderr for sign in job.SIGNS_OF_A_CRASH)
-    assert not any(sign in b"listener on port 5 ended with status -9" for sign in job.SIGNS_OF_A_CRASH)
