@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import pytest
 from claimed import consumed
 from packers import Worker
 
+from transport import _ring
 from transport.errors import BusyPortError, ClosedError, RingFullError, SchemaError, UsageError
 from transport.packer.options import RingOptions, ServerOptions
 from transport.ring.buffer import SharedRingBuffer
@@ -165,3 +167,44 @@ def test_a_ring_taken_over_keeps_its_payloads() -> None:
     assert worker.setup_ucxx(SCHEMA, slots=4, name=name, mode="thread").ring_id == ring_id
     assert worker.ring_statistics().ready == 2
     worker.cleanup_ucxx()
+
+
+class Interrupted:
+    """A KeyboardInterrupt at the ``at``-th line that the block runs of what ends a rollout."""
+
+    OF = ("transport.packer", "transport.server", "transport.ring.buffer", "transport.ring.attachment")
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def _line(self, frame: FrameType, event: str, _: object) -> Any:
+        if not frame.f_globals.get("__name__", "").startswith(self.OF):
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+        return self._line
+
+    def __enter__(self) -> None:
+        sys.settrace(self._line)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        sys.settrace(None)
+        return kind is KeyboardInterrupt
+
+
+def test_a_cleanup_that_is_interrupted_at_any_line_is_finished_by_the_next_one() -> None:
+    at, interrupted = 0, True
+    while interrupted:
+        at += 1
+        interrupt = Interrupted(at)
+        worker = Worker()
+        ring = worker.setup_ucxx(SCHEMA, slots=2, mode="thread")
+        with SharedRingBuffer.attach(ring.name, role="observer") as seen:
+            with interrupt:
+                worker.cleanup_ucxx()
+            interrupted = interrupt.left <= 0
+            worker.cleanup_ucxx()
+            assert seen.native.ended, at
+            assert ring.native.closed and ring.name not in _ring.segments(), at

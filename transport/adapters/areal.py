@@ -76,12 +76,13 @@ class RingBackend:
     def close(self) -> None:
         """Free all that this process has stored. Idempotent."""
         with self._lock:
-            rings = [each for some in self._rings.values() for each in some]
-            self._rings.clear()
+            rings = list(self._rings.items())
             client, self._connected = self._connected, None
-        for ring, server in rings:
-            server.close()
-            ring.close()
+        for size, some in rings:
+            for ring, server in some:
+                server.close()
+                ring.close()
+            self._rings.pop(size, None)  # last, so that after an interrupt the next call finishes
         if client is not None:
             client.close()
 

@@ -145,9 +145,9 @@ class Receiver(WeightTransferEngine[WorkerInit, Update]):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Release everything. Idempotent."""
-        member, self._member = self._member, None
-        if member is not None:
-            member.close()
+        if self._member is not None:
+            self._member.close()
+        self._member = None  # last, so that after an interrupt the next call finishes
 
 
 class Sender(TrainerWeightTransferEngine[Init]):  # type: ignore[misc]

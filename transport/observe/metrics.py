@@ -280,7 +280,7 @@ class _Port:
                 "free one), and a metrics_bind of this host"
             ) from error
         self.process = os.getpid()
-        self.users = 0
+        self.users: set[Exporter] = set()
         self.number: int = self._server.server_port
         log.info("metrics on http://%s/metrics", host_port(bind, self.number))
 
@@ -354,7 +354,7 @@ class Exporter:
             if shared is None or shared.process != os.getpid():
                 shared = _Port(port, bind)
                 _ports[bind, shared.number] = shared
-            shared.users += 1
+            shared.users.add(self)
         self._shared: _Port | None = shared
         self._key = bind, shared.number
         self._sources: list[object] = []
@@ -400,15 +400,16 @@ class Exporter:
         shared = self._shared
         if shared is None:
             return
-        for of in self._sources:
-            shared.remove(of)
+        while self._sources:
+            shared.remove(self._sources.pop())
         with _using:
-            shared.users -= 1
-            self._shared = None
-            if not shared.users:
-                _ports.pop(self._key, None)
-        if not shared.users:
+            shared.users.discard(self)
+            last = not shared.users
+            if last and _ports.get(self._key) is shared:
+                del _ports[self._key]
+        if last:
             shared.close()
+        self._shared = None  # last, so that after an interrupt the next call finishes
 
     def __enter__(self) -> Self:
         return self

@@ -54,6 +54,7 @@ _RING, _SERVER = RingOptions(), ServerOptions()  # what setup_ucxx() takes where
 _LOOK_S = 0.5  # for a request to stop, while a write waits
 _GROUPS = 4096
 _DRAIN_S, _DRAIN_TOLD_S = 30.0, 2.0
+_Ending = tuple[SharedRingBuffer | None, UCXXServer | None, Announcement | None, Exporter | None, FoundRings | None]
 
 
 class UCXXRolloutMixin(WithBlock):
@@ -68,6 +69,7 @@ class UCXXRolloutMixin(WithBlock):
     _ucxx_server: UCXXServer | None = None
     _ucxx_announcement: Announcement | None = None
     _ucxx_exporter: Exporter | None = None
+    _ucxx_ending: _Ending | None = None  # what a cleanup has begun to end, until all of it has
     _ucxx_groups: dict[str, int]  # samples that were written of groups that are not complete by them
     _ucxx_seen: set[tuple[int, int]]  # readers and publications of samples whose ends `returned` has seen
     _ucxx_named: set[str]  # groups that `returned` has named, and that were not written again since
@@ -176,7 +178,7 @@ class UCXXRolloutMixin(WithBlock):
         return made
 
     def cleanup_ucxx(self, drain_s: float = 0.0, *, ends: bool = True) -> None:
-        """Stop serving, and close the ring. Any state; idempotent.
+        """Stop serving, and close the ring. Any state; idempotent; after an interrupt the next call goes on.
 
         Trainers learn that this rollout writes nothing more (`FoundRings.finished`), unless an exception ends its
         ``with``.
@@ -186,28 +188,41 @@ class UCXXRolloutMixin(WithBlock):
                 end.
             ends: False: another process continues in its place, so that this is no end of data.
         """
-        server, self._ucxx_server = self._ucxx_server, None
-        ring, self._ucxx_ring = self._ucxx_ring, None
-        announcement, self._ucxx_announcement = self._ucxx_announcement, None
-        exporter, self._ucxx_exporter = self._ucxx_exporter, None
-        opened, self._ucxx_opened = self._ucxx_opened, None
-        self._ucxx_lead = None
+        if self._ucxx_ending is None:
+            self._ucxx_ending = (
+                self._ucxx_ring,
+                self._ucxx_server,
+                self._ucxx_announcement,
+                self._ucxx_exporter,
+                self._ucxx_opened,
+            )
+        self._ucxx_ring = self._ucxx_lead = self._ucxx_opened = None  # from here on nothing is written
+        self._ucxx_server = self._ucxx_announcement = self._ucxx_exporter = None
+        ring, server, announcement, exporter, opened = self._ucxx_ending
         begun = time.monotonic()
         give_up_at = begun + drain_s
-        # the ring is closed even if the server fails to stop
-        with hurry.while_ending(max(hurry.MOST_S, drain_s)), contextlib.ExitStack() as stack:
-            if opened is not None:
-                stack.callback(opened.close)
-            if ring is not None:
-                stack.callback(lambda: _close(ring, server, time.monotonic() - begun if drain_s > 0 else 0.0))
-                if ends and self._ucxx_ends and not ring.native.closed:
-                    ring.end_data()
-            if announcement is not None:
-                stack.callback(announcement.close)  # readers look it up until the last payload is read
-            if exporter is not None:  # what waits for its trainers can be looked at
-                stack.callback(exporter.close)
-            if server is not None:
-                stack.callback(lambda: server.close(max(0.0, give_up_at - time.monotonic()), told_s=self._ucxx_told_s))
+        try:
+            if ring is not None and ends and self._ucxx_ends:
+                with contextlib.suppress(ClosedError):
+                    ring.end_data()  # first: what an interrupt leaves of the rest may be the ring without its close
+            # the ring is closed even if the server fails to stop
+            with hurry.while_ending(max(hurry.MOST_S, drain_s)), contextlib.ExitStack() as stack:
+                if opened is not None:
+                    stack.callback(opened.close)
+                if ring is not None:
+                    stack.callback(lambda: _close(ring, server, time.monotonic() - begun if drain_s > 0 else 0.0))
+                if announcement is not None:
+                    stack.callback(announcement.close)  # readers look it up until the last payload is read
+                if exporter is not None:  # what waits for its trainers can be looked at
+                    stack.callback(exporter.close)
+                if server is not None:
+                    stack.callback(
+                        lambda: server.close(max(0.0, give_up_at - time.monotonic()), told_s=self._ucxx_told_s)
+                    )
+        except Exception:  # a second try would fail as well
+            self._ucxx_ending = None
+            raise
+        self._ucxx_ending = None
 
     # --- looking ------------------------------------------------------------------------------------
     @property

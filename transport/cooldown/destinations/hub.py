@@ -223,9 +223,9 @@ class Hub(Destination):
         The service's package keeps a session for each thread that ever called it.
         """
         with self._lock:
-            pending, self._pending = self._pending, {}
-        for _, file in [each for some in pending.values() for each in some]:
-            file.unlink(missing_ok=True)
+            for _, file in [each for some in self._pending.values() for each in some]:
+                file.unlink(missing_ok=True)
+            self._pending.clear()  # last, so that after an interrupt the next call finishes
         import huggingface_hub.utils as package
 
         forget = getattr(package, "reset_sessions", None) or getattr(package, "close_session", None)

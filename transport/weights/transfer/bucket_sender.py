@@ -289,9 +289,8 @@ class BucketSender:
     def close(self) -> None:
         """Stop listening, and give up the ring. Idempotent. Blocks."""
         self.abandon()
-        server, self._server = self._server, None
-        ring, self._ring = self._ring, None
-        if server is not None:
-            server.close()
-        if ring is not None:
-            ring.close()
+        if self._server is not None:
+            self._server.close()
+        if self._ring is not None:
+            self._ring.close()
+        self._server = self._ring = None  # last, so that after an interrupt the next call finishes
