@@ -195,6 +195,7 @@ class Service {
   bool end_claim(Attempt& attempt, const std::function<bool(const ClaimId&)>& how);
   Code outcome(const Record& record);
   Code nothing(const Connection& connection) const;
+  bool is_news(const Connection& connection) const;
   void end_reads(const Connection& connection, const Record& record);
   void acknowledge(const Record& record);
   std::uint64_t fate(const Record& record) const;
@@ -323,6 +324,7 @@ class Connection : public Deferred {
   std::size_t attempts_ = 0;
   std::size_t reads_ = 0;  // of the attempts
   std::size_t waiting_ = 0;
+  bool told_written_ = false;  // by the last answer to a demand
   int taker_ = -1;  // where its finishes are noted, once it has asked for payloads
   Attempt* first_ = nullptr;
   const std::uint64_t lease_ns_;  // as OwnerRow's: the client's own, 0: none

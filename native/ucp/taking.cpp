@@ -58,7 +58,7 @@ void Service::take(Connection& connection, std::uint32_t number, const Record& r
   if (draining || connection.waiting_ >= limits_.most_waiting) return answer(demand, Code::busy);
   const std::uint32_t before = seen(ring_.published());
   if (waiting_.empty() && serve(demand) == Served::answered) return;  // else the demands that wait have the first choice
-  if ((record.generation == 0 || ring_.drained()) && waiting_.empty()) return answer(demand, nothing(connection));
+  if ((record.generation == 0 || is_news(connection)) && waiting_.empty()) return answer(demand, nothing(connection));
   waiting_.push_back(demand);
   ++connection.waiting_;
   FAULT_POINT("demand.waits");
@@ -107,6 +107,7 @@ Service::Served Service::serve(Demand& demand) {
 
 void Service::answer(const Demand& demand, Code code, const std::vector<Claimed>& claimed) {
   Connection& connection = *demand.connection;
+  connection.told_written_ = code == Code::written;
   std::shared_ptr<TakeReply> reply;
   if (take_replies_.empty()) {
     reply = std::make_shared<TakeReply>(mapping_);
@@ -237,11 +238,16 @@ Code Service::nothing(const Connection& connection) const {
   return ring_.unread() <= connection.attempts_ ? Code::written : Code::accepted;
 }
 
+// Whether it is no use to wait, and the connection was not told: else each demand behind the end would come back at once.
+bool Service::is_news(const Connection& connection) const {
+  const Code found = nothing(connection);
+  return found == Code::ended || (found == Code::written && !connection.told_written_);
+}
+
 // One round. What found nothing for a rank finds nothing for the next one.
 void Service::serve_waiting() {
   std::uint32_t empty = 0;
   const std::uint64_t now = monotonic_ns();
-  const bool drained = ring_.drained();
   std::size_t kept = 0;
   for (std::size_t at = 0; at < waiting_.size(); ++at) {
     Demand demand = waiting_[at];
@@ -252,7 +258,7 @@ void Service::serve_waiting() {
       over = found == Served::answered;
       if (found == Served::nothing) empty |= 1U << demand.asked.rank;
     }
-    if (!over && (drained || now >= demand.until_ns)) {
+    if (!over && (now >= demand.until_ns || is_news(connection))) {
       answer(demand, nothing(connection));
       over = true;
     }

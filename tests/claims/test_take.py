@@ -228,9 +228,37 @@ async def under_way(stage: Stage, ring: SharedRingBuffer) -> tuple[Peer, Ticket]
 
 async def received(peer: Peer, number: int) -> int:
     """How many payloads came with the answer to the peer's TAKE of this number."""
+    count, _ = await answer_to(peer, number)
+    return count
+
+
+async def answer_to(peer: Peer, number: int) -> tuple[int, int]:
+    """How many payloads came with the answer to the peer's TAKE of this number, and its code."""
     buffer = bytearray(1 << 17)
     await peer.endpoint.receive(buffer, frames.tag(peer.base, number))
-    return int.from_bytes(buffer[10:12], "little")
+    return int.from_bytes(buffer[10:12], "little"), int.from_bytes(buffer[20:24], "little")
+
+
+@asynchronous
+async def test_a_demand_that_waits_is_told_once_that_its_connection_holds_all_there_will_be(
+    ring: SharedRingBuffer,
+) -> None:
+    held = ring.write_raw(b"x")
+    async with Stage(ring) as stage:
+        service = stage.listener._service
+        assert service is not None
+        peer = await stage.connected()
+        assert await answer_to(peer, peer.tell(demand())) == (1, 0)
+        first = peer.tell(demand(wait_ms=60 * LONG_MS))
+        await until(lambda: service.waiting == 1, "it waits")
+        ring.end_data()
+        assert await answer_to(peer, first) == (0, frames.WRITTEN)
+        second = peer.tell(demand(wait_ms=60 * LONG_MS))  # as a client asks again at once
+        await until(lambda: service.waiting == 1, "it waits, though the listener has looked")
+        service.look()
+        assert service.waiting == 1
+        peer.tell(end_of(Kind.FINISH, held))
+        assert (await answer_to(peer, second))[1] not in (0, frames.WRITTEN)
 
 
 # --- a connection at its limits -------------------------------------------------------------------------
