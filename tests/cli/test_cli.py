@@ -19,6 +19,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from helpers import eventually
+from redis_server import needs_redis, redis_server
 
 from transport import Rollout, Schema, SharedRingBuffer, Ticket, UpTo, _ring
 from transport.cli import run
@@ -146,6 +147,17 @@ def test_top_shows_the_rings_of_this_host_that_are_in_a_directory(
         capsys.readouterr()
         assert run(["top", url, "--once", "--json", "-"]) == 0
         assert [each["name"] for each in json.loads(capsys.readouterr().out)["rings"]] == [rollout.ring.name]
+
+
+@needs_redis
+def test_what_is_said_of_a_directory_has_no_password(capsys: pytest.CaptureFixture[str]) -> None:
+    with redis_server("--requirepass", "sesame") as server:
+        url = f"rings+{server.place('secret')}".replace("//", "//:sesame@", 1)
+        assert run(["top", url, "--once"]) == 1
+        assert run(["queue", url]) == 0
+        said = "".join(capsys.readouterr())
+        assert said.count("secret") == 2  # the run's name
+        assert "sesame" not in said
 
 
 def test_reclaim_takes_what_lies_beside_a_run_whose_trainer_was_killed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -294,7 +294,7 @@ class InDirectory(Discovery):
         )  # and what it is made of; one object, for all threads
 
     def __repr__(self) -> str:
-        return f"rings in {self.directory!r}"
+        return f"rings in the directory {self.directory.place}"
 
     def named(self, name: str) -> str:
         """Return the name with the run's own in front, by which a ring that was left is found again."""

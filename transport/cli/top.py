@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from transport.cli.output import JsonTarget, count, emit, few, shown
+from transport.config import without_password
 from transport.errors import RingNotFoundError, UsageError
 
 if TYPE_CHECKING:
@@ -57,7 +58,8 @@ def top(
         raise UsageError("the live view needs a terminal; add --once")
     chosen, runs = overview.named(names) if names else (None, set())
     if chosen == []:
-        raise RingNotFoundError(f"no ring of {', '.join(names or ())} on this host; `transport top --once` lists all")
+        named = ", ".join(map(without_password, names or ()))
+        raise RingNotFoundError(f"no ring of {named} on this host; `transport top --once` lists all")
     if once:
         before = overview.look(chosen, runs)
         if json_target != "-" and before.rings:

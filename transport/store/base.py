@@ -61,6 +61,11 @@ class Store(abc.ABC):
     of bounds, and ClosedError after `close`.
     """
 
+    @property
+    def place(self) -> str:
+        """Return where the records are, for messages: without a password."""
+        return type(self).__name__
+
     def reached_from(self) -> str | None:
         """Return the address from which this host reaches the store.
 

@@ -104,6 +104,11 @@ class Directory:
     def __repr__(self) -> str:
         return f"<Directory in {self._store!r}>"
 
+    @property
+    def place(self) -> str:
+        """Return where its store is, for messages."""
+        return self._store.place
+
     def run(self) -> str:
         """Return the name of this directory's run, which the first to ask makes: 8 hexadecimal digits."""
         return decide(self._store, _RUN, secrets.token_hex(4))

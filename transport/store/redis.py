@@ -157,7 +157,12 @@ class RedisStore(Store):
         self._connection = RedisConnection(url, patience_s=patience_s)
 
     def __repr__(self) -> str:
-        return f"<RedisStore {self._connection.name} {'closed' if self._connection.closed else 'open'}>"
+        return f"<RedisStore {self.place} {'closed' if self._connection.closed else 'open'}>"
+
+    @property
+    def place(self) -> str:
+        """Return server and run, without the password."""
+        return self._connection.name
 
     def close(self) -> None:
         """Close the connections and end waits in other threads with ClosedError. The records stay."""

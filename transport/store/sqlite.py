@@ -123,6 +123,11 @@ class SQLiteStore(Store):
         return f"<SQLiteStore {self.path} {'closed' if self._database.closed else 'open'}>"
 
     @property
+    def place(self) -> str:
+        """Return the file's path."""
+        return str(self.path)
+
+    @property
     def path(self) -> Path:
         """The file, as an absolute path."""
         return self._database.path
