@@ -83,7 +83,7 @@ def test_a_lost_payload_of_ours_is_a_failure(
     assert "mapped, 4096 bytes: 3 payloads lost, 1 came twice" in capsys.readouterr().err
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("wire", ["mapped", "tcp", "shm"])
 def test_two_writers_rings_hand_their_payloads_to_two_trainers(wire: str) -> None:
     found = driver.measure(case(wire=wire, writers=2, trainers=2), 0.05)

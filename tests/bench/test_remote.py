@@ -64,6 +64,7 @@ def test_fetch_measures_and_verifies(port: int, tmp_path: Path, capsys: pytest.C
     assert report["rails"] == {}
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_fetch_measures_between_two_hosts(tmp_path: Path) -> None:
     if reason := why_not():

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "benchmarks" / "gpu"
 WITHOUT_A_DEVICE = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONSAFEPATH": "1"}
@@ -19,6 +21,7 @@ def test_without_a_device_it_says_so_and_measures_nothing() -> None:
     assert done.stdout == ""
 
 
+@pytest.mark.nightly
 def test_it_checks_with_every_test_of_device_memory() -> None:
     """Without a device each of them is skipped, which pytest says in its last line."""
     code = "import environment, os; print(*environment.check(dict(os.environ)))"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from benchmark_programs import measured_rows, run_benchmark
 
 
@@ -15,6 +16,7 @@ def test_calls_and_records_of_a_round_grow_with_its_members_and_not_faster() -> 
         assert second == 2 * first, what
 
 
+@pytest.mark.nightly
 def test_steps_of_two_ranks_lose_nothing_when_one_is_killed() -> None:
     done = run_benchmark("steps", "--kib", "8", "--groups", "4", "--steps", "4", "--wires", "mapped")
     assert done.returncode == 0, done.stderr

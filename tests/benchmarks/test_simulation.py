@@ -53,7 +53,7 @@ def simulation(*options: str) -> str:
     return done.stdout
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["--no-rings", "--rings", "--members"])
 def test_a_seed_is_the_same_again_and_another_is_another(kind: str) -> None:

@@ -150,9 +150,10 @@ async def test_a_question_goes_to_the_other_port_when_one_is_stopped(ask: str) -
 @pytest.mark.parametrize("ask", [UCXXClient.state, UCXXClient.discard])
 @asynchronous
 async def test_a_question_that_nobody_answers_ends_in_an_error_of_ours(ask: Any) -> None:
+    hurried = {"read_timeout_s": 1.0, "connect_timeout_s": 1.0, "handshake_timeout_s": 1.0, "attempts_per_read": 1}
     with serving() as (ring, server):
         ticket = ring.write_raw(noise(10))
-        async with UCXXClient(wire=NETWORK, settings=settings_with(read_timeout_s=1.0, attempts_per_read=1)) as client:
+        async with UCXXClient(wire=NETWORK, settings=settings_with(**hurried)) as client:
             await client.read(ring.write_raw(noise(10)))
             with stalled(server):
                 with pytest.raises(DeadlineExceededError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 from benchmark_programs import benchmark_module
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -15,6 +16,7 @@ KIB_OF_A_LINK = 56  # at the client, the middle of what was measured
 pool_reuse = benchmark_module("pool_reuse")
 
 
+@pytest.mark.nightly
 def test_the_table_is_the_simulations() -> None:
     table = (ROOT / "docs" / "CLUSTER.md").read_text().partition("<!-- pool_reuse -->")[2].partition("<!-- /")[0]
     rows = ROW.findall(table)

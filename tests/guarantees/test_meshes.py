@@ -37,6 +37,7 @@ def killed(folder: Path, wires: str, *, seed: int, kills: int, of_all: int, plan
         run.end()
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.guarantee("a rank of a mesh (`Trainer.steps`) is killed")
 @pytest.mark.guarantee("all ranks of a mesh are killed")
 @pytest.mark.guarantee("the data of a mesh ends")
@@ -278,7 +279,7 @@ def test_the_group_of_a_killed_rollout_is_given_up_by_name_or_completed(comes_ba
             assert next(steps).groups == ["next"]
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("wires", ["mapped", "tcp"])
 @pytest.mark.timeout(900)

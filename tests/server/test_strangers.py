@@ -126,7 +126,7 @@ def crowd(port: int, count: int, kept: int) -> Iterator[socket.socket]:
     yield from here
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @both_modes
 @pytest.mark.slow
 def test_two_thousand_strangers_leave_nothing_and_readers_go_on(mode: Any) -> None:
