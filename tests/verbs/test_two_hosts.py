@@ -16,6 +16,7 @@ import told
 from delivery_accounts import SHORT_LEASE, Place, Told, compare
 from helpers import Elsewhere, eventually
 from second_guest import HERE, THERE, SecondGuest, after_packets, link_down, packets
+from two_hosts import second_interface
 
 pytestmark = [pytest.mark.verbs, pytest.mark.ucx, pytest.mark.slow]
 
@@ -97,6 +98,19 @@ def test_payloads_cross_over_the_best_wire(sides: Sides, wires: str) -> None:
         sent = run.account(accepted)
         assert sent["bytes_rdma" if wire == "rdma" else "bytes_tcp"] >= COUNT * told.SIZE
         assert "bytes_tcp" not in sent or wire == "tcp"
+
+
+def test_an_address_that_both_hosts_have_is_no_way_between_them(sides: Sides, there: SecondGuest) -> None:
+    """A trainer without RDMA, and a rollout whose host has it."""
+    with (
+        second_interface("10.9.2.15/24", lambda *words: ["ip", *words]),
+        second_interface("10.9.2.15/24", lambda *words: there.command("ip", *words)),
+        job(sides, "tcp") as run,
+    ):
+        trainer = run.trainer()
+        accepted = trainer.ask("train", COUNT)
+        trainer.end()
+        assert run.account(accepted)["bytes_tcp"] >= COUNT * told.SIZE
 
 
 def test_what_a_trainer_was_reading_when_it_was_killed_is_read_by_another_one(sides: Sides) -> None:

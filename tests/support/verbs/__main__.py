@@ -59,12 +59,22 @@ def main() -> int:
             ).returncode
         status = 0
         for wires, paths in (FEW if options.short else ALL).items():
-            watchdog_s = WATCHDOG_S * PATIENCE[kind]
-            times = ["-o", f"timeout={watchdog_s}", "-o", f"faulthandler_timeout={watchdog_s - 20}"]
-            words = ["python", "-m", "pytest", "--verbs", "-v", "--durations=10", *times, *paths]
+            words = ["python", "-m", "pytest", "--verbs", "-v", "--durations=10", *times(kind), *paths]
             status |= subprocess.run(in_environment(first, shlex.join(words), PATIENCE[kind], wires)).returncode
             print(f"{time.monotonic() - begun:6.0f} s  wires {wires}: {(status and 'failed') or 'passed'}", flush=True)
     return status
+
+
+def times(kind: str) -> list[str]:
+    """The options by which a test that hangs is one that failed; where no signal ends it, the run ends."""
+    watchdog_s = WATCHDOG_S * PATIENCE[kind]
+    options = {
+        "timeout": watchdog_s,
+        "timeout_method": "signal",
+        "faulthandler_timeout": watchdog_s + 60,
+        "faulthandler_exit_on_timeout": "true",
+    }
+    return [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
 
 
 def in_environment(guest: Guest, line: str, patience: int, wires: str, *, terminal: bool = False) -> list[str]:
