@@ -48,7 +48,7 @@ def test_ranks_that_are_killed_at_any_moment_learn_every_group_once(tmp_path: Pa
 
 @pytest.mark.verbs
 def test_ranks_that_are_killed_at_any_moment_learn_every_group_once_over_rdma(tmp_path: Path) -> None:
-    killed(tmp_path, "rdma", seed=1, kills=4, of_all=1, groups=40)
+    killed(tmp_path, "rdma", seed=1, kills=4, of_all=1)
 
 
 @pytest.mark.guarantee("the rank of a mesh that plans is killed")
