@@ -25,7 +25,7 @@ _NOT_YET: Final = 0x08 | 0x40  # duplicate address detection has failed, or is u
 _IPV6: Final = Path("/proc/net/if_inet6")
 _NAMES: Final = Path("/sys/class/net")
 _ROUTE, _ASK_FOR_ROUTE, _REQUEST = 24, 26, 1  # rtnetlink's names: RTM_NEWROUTE, RTM_GETROUTE, NLM_F_REQUEST
-_TO, _THROUGH = 1, 4  # RTA_DST, RTA_OIF
+_TO, _THROUGH, _FROM = 1, 4, 7  # RTA_DST, RTA_OIF, RTA_PREFSRC
 
 
 class Network(NamedTuple):
@@ -70,31 +70,31 @@ def interface_towards(address: str) -> str | None:
     same address on one (behind the NAT of virtual machines, towards a management controller), it would connect a host
     to itself. To an address of this host every interface leads.
     """
-    name = _way_to(ipaddress.ip_address(address))
-    if name is None or name not in {each for each, _ in addresses()} or (_NAMES / name / "bridge").exists():
+    way = _way_to(ipaddress.ip_address(address))
+    if way is None or way[0] == "lo" or way not in addresses() or (_NAMES / way[0] / "bridge").exists():
         return None
-    return name if name != "lo" else None
+    return way[0]
 
 
-def _way_to(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str | None:
+def _way_to(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> tuple[str, str] | None:
+    """Return (interface, own address) of what this host sends there; None: there is no way."""
     family = socket.AF_INET if address.version == 4 else socket.AF_INET6
     wanted = struct.pack("=8BI", family, address.max_prefixlen, *[0] * 7)
     wanted += struct.pack("=HH", 4 + len(address.packed), _TO) + address.packed
+    found: dict[int, bytes] = {}
     try:
         with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as kernel:
             kernel.send(struct.pack("=IHHII", 16 + len(wanted), _ASK_FOR_ROUTE, _REQUEST, 1, 0) + wanted)
             answer = kernel.recv(1 << 16)
-        if struct.unpack_from("=H", answer, 4) != (_ROUTE,):
-            return None
-        at = 16 + 12  # behind the header and the route's own
+        at = 16 + 12 if struct.unpack_from("=H", answer, 4) == (_ROUTE,) else len(answer)  # behind two headers
         while at < len(answer):
             length, kind = struct.unpack_from("=HH", answer, at)
-            if kind == _THROUGH:
-                return socket.if_indextoname(*struct.unpack_from("=I", answer, at + 4))
+            found[kind] = answer[at + 4 : at + length]
             at += length + 3 & ~3
-    except OSError:  # a sandbox, or the interface has gone
-        pass
-    return None
+        name = socket.if_indextoname(*struct.unpack("=I", found[_THROUGH]))
+        return name, str(ipaddress.ip_address(found[_FROM]))
+    except (OSError, KeyError):  # a sandbox, or the interface has gone; KeyError: a route without an address
+        return None
 
 
 def addresses_of(interface: str) -> list[str]:

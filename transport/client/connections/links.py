@@ -49,6 +49,7 @@ log = logging.getLogger(__name__)
 _BYE_TIMEOUT_S = 1.0
 _CLOSE_TIMEOUT_S = 5.0  # for the last acknowledgements; a ring that cannot be reached does not hold the client up
 _LONGEST_SLEEP_S = 30.0
+_ONE_WAY_S = 60.0  # a link may have been away for a moment
 _LOOK_S = 1.0  # while acknowledgements are unconfirmed: is the connection that carried them still there?
 
 
@@ -78,7 +79,7 @@ class Links:
         # By whether shared memory, IPv6, RDMA may be used, and the interface of TCP; None: any.
         self._workers: dict[tuple[bool, bool, bool, str | None], Worker] = {}
         self._refused = ""  # why rdma is used no more
-        self._one_way: set[str] = set()  # addresses whose host and this one do not both reach each other by RDMA
+        self._one_way: dict[str, float] = {}  # addresses to which there is no way by RDMA, and until when none is tried
         self._retired: set[Worker] = set()  # each until its last connection has ended
         self._pool: EndpointPool[Link] = EndpointPool(settings)
         self._turns: dict[PortKey, Turns] = {}  # of those that wait for a link of a port
@@ -211,7 +212,7 @@ class Links:
 
     def worker(self, *, shared_memory: bool = True, address: str = "") -> Worker:
         """The worker for such connections. The first time UCX is loaded, which takes a tenth of a second."""
-        ipv6, one_way = is_ipv6(address), address in self._one_way
+        ipv6, one_way = is_ipv6(address), time.monotonic() < self._one_way.get(address, 0.0)
         interface = interface_towards(address) if address else None
         kind = shared_memory, ipv6, not one_way, interface
         if (worker := self._workers.get(kind)) is None:
@@ -327,7 +328,8 @@ class Links:
                 except NoCommonTransportError:
                     if not worker.admits_rdma or self._closed:
                         raise
-                    self._one_way.add(address)
+                    await probe(address, port[1], settings.connect_timeout_s)  # else the whole network is away
+                    self._one_way[address] = time.monotonic() + _ONE_WAY_S
                 except (LinkError, ClosedError):
                     if worker in self._workers.values() or self._closed:
                         raise
