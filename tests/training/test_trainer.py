@@ -311,6 +311,21 @@ def test_too_old_payloads_are_discarded_and_ages_count_from_the_version_in_train
     eventually(lambda: ring.native.depth(0)["aged"] == 2, "the others are counted as aged")
 
 
+def test_a_version_that_falls_lets_older_payloads_come_from_then_on(
+    ring: SharedRingBuffer, prefix: str, wire: str
+) -> None:
+    with trainer_of(prefix, wire, max_age=1) as trainer:
+        trainer.version = 10
+        write(ring, 0, policy_version=10)
+        taken(trainer, 1).consume()
+        assert trainer.take(1, 0.1) is None  # a demand waits
+        trainer.version = 3
+        write(ring, 1, policy_version=2)
+        batch = taken(trainer, 1)
+        assert (steps(batch), batch.ages.tolist()) == ([1], [1])
+        batch.consume()
+
+
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 def test_a_damaged_payload_is_left_out_and_the_others_stay(
     ring: SharedRingBuffer, prefix: str, wire: str, layout: str

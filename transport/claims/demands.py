@@ -103,7 +103,7 @@ class Demands:
         self._known: dict[str, _Known] = {}
         self._connected: dict[str, ClaimConnection] = {}
         self._spent: list[ClaimConnection] = []  # which others have replaced; they last until their claims have ended
-        self._numbers: dict[int, int] = {}  # by demand, what its listener knows it as
+        self._asked: dict[int, tuple[int, asyncio.Future[TakenPart]]] = {}  # by demand: its number at the listener
         self._spread = random.randrange(1 << 16)  # over the ports of a ring, so that trainers share its listeners
         self._loop = asyncio.get_running_loop()
         self._due: asyncio.TimerHandle | None = None
@@ -138,6 +138,11 @@ class Demands:
         self._batches, self._most = batches, min(most, engine().MOST_TAKEN)
         self._size()
         self._turn()
+
+    async def rested(self, most_s: float) -> None:
+        """Wait, behind `want` of none, until no listener measures payloads for what was asked before."""
+        if self._asked:
+            await asyncio.wait([taken for _, taken in self._asked.values()], timeout=most_s)
 
     def _size(self) -> None:
         """No more payloads in a demand than fit its bytes: as many large ones as small ones are not held ready."""
@@ -193,8 +198,8 @@ class Demands:
                 case Ask(name, _, _, _):
                     self._ask(action, self._connected[name])
                 case CancelDemand(name, demand):
-                    if (number := self._numbers.get(demand)) is not None:
-                        self._connected[name].take_back(number)
+                    if (asked := self._asked.get(demand)) is not None:
+                        self._connected[name].take_back(asked[0])
         if self._due is not None:
             self._due.cancel()
         due = self._takers.next_due(now)
@@ -277,7 +282,7 @@ class Demands:
             self._disconnect(ask.place, link)
             return
         try:
-            self._numbers[ask.demand], taken = link.demand(
+            self._asked[ask.demand] = _, taken = link.demand(
                 ask.n,
                 most_bytes=self._most_bytes,
                 wait_s=_WAIT_S if ask.waits else 0.0,
@@ -291,7 +296,7 @@ class Demands:
             taken.add_done_callback(partial(self._answered, ask, link))
 
     def _answered(self, ask: Ask, link: ClaimConnection, taken: asyncio.Future[TakenPart]) -> None:
-        del self._numbers[ask.demand]
+        del self._asked[ask.demand]
         name = ask.place
         if taken.cancelled():
             return

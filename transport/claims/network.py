@@ -35,6 +35,7 @@ from transport.runtime.waits import Waits
 _BATCHES: Final = 3  # that lie unused or are asked for: one is being looked at, one has come, one is on its way
 _CLAIMS: Final = 16  # of which the largest says how large a batch is: some claim until they have a whole one
 MOST_FAILURES: Final = 256
+_RESTED_S: Final = 1.0  # of a listener that does not answer
 _COUNTED: Final = {
     Verdict.CONSUMED: ("done",),
     Verdict.GIVEN_BACK: ("retried",),
@@ -166,6 +167,16 @@ class NetworkSource:
         """Ask for nothing more, and give back what came, until the next take."""
         for of in list(self._ranks.values()):
             self._soon(_rest, of)
+
+    def rest_at_once(self) -> None:
+        """`rest`, and return when the listeners know, or do not answer within a while. Not on the client's loop."""
+        if self._thread is not None and not self._thread.closed:
+            self._thread.run(self._rested())
+
+    async def _rested(self) -> None:
+        for of in self._ranks.values():
+            _rest(of)
+        await asyncio.gather(*(of.demands.rested(_RESTED_S) for of in self._ranks.values()))
 
     def _soon(self, what: Callable[..., object], *arguments: object) -> None:
         if self._thread is not None:

@@ -283,6 +283,10 @@ class FoundRings:
         """Leave payloads of rings elsewhere to others until the next take: no demand waits, and what came goes back."""
         self._network.rest()
 
+    def rest_at_once(self) -> None:
+        """`rest`, and return when no demand is left that discards by an older limit."""
+        self._network.rest_at_once()
+
     def _waited(self, rank: int | str, give_up: float, here: Sequence[Ranked]) -> bool:
         """After a look that found nothing: whether the time is over. Raises then what is this process's own fault."""
         self._has_waited = True

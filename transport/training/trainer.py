@@ -220,7 +220,9 @@ class Trainer:
 
     @version.setter
     def version(self, version: int | None) -> None:
-        self._learned.version = version
+        before, self._learned.version = self._learned.version, version
+        if self._max_age is not None and before is not None and version is not None and version < before:
+            self.rings.rest_at_once()  # demands that wait discard what is not too old from now on
 
     # --- taking -------------------------------------------------------------------------------------
     def take(self, n: int, timeout_s: float = 0.0, *, fill_s: float = 0.0) -> Batch | None:
