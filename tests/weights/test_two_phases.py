@@ -27,9 +27,11 @@ pytestmark = pytest.mark.ucx
 
 
 @contextlib.asynccontextmanager
-async def group(*workers: RolloutWorker, **options: Any) -> AsyncIterator[tuple[WeightUpdate, list[Replica], Source]]:
+async def group(
+    *workers: RolloutWorker, stall_s: float = 60.0, **options: Any
+) -> AsyncIterator[tuple[WeightUpdate, list[Replica], Source]]:
     source = Source()
-    async with engines("a" * len(workers)) as made:
+    async with engines("a" * len(workers), stall_s=stall_s) as made:
         replicas = [Replica(engine, worker) for engine, worker in zip(made[1:], workers, strict=True)]
         try:
             yield WeightUpdate([WeightsTrainer(made[0], source)], replicas, **options), replicas, source  # type: ignore[arg-type]
@@ -219,7 +221,11 @@ async def test_a_load_that_outlasts_its_limit_changes_nothing_that_is_admitted_l
 @asynchronous
 async def test_a_version_that_no_manager_has_decided_is_proven_by_none_and_the_next_manager_drops_it() -> None:
     worker = ReferenceWorker()
-    async with group(worker) as (lost, replicas, _):
+    async with group(worker, stall_s=3.0) as (
+        lost,
+        replicas,
+        _,
+    ):  # what a sender waits for a replica that does not land
         await lost.update(1)
         replica = replicas[0]
         resume, land = replica.resume, replica.land
