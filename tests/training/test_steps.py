@@ -57,12 +57,6 @@ def ring(prefix: str) -> Iterator[SharedRingBuffer]:
         yield made
 
 
-@pytest.fixture(autouse=True)
-def short_demands(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever holds something hears of the end of a ring elsewhere when its demand there ends."""
-    monkeypatch.setattr("transport.claims.demands._WAIT_S", 0.5)
-
-
 def trainer_of(prefix: str, wire: str = "mapped", **arguments: Any) -> Trainer:
     return Trainer(SCHEMA, f"rings:{prefix}", wire={wire}, **arguments)  # type: ignore[arg-type]
 
