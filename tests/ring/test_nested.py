@@ -264,7 +264,7 @@ def test_batches_have_lists_of_text_bytes_and_values(layout: Any) -> None:
             assert batch.consume().all()
         ring.write_many([sample(n) for n in numbers])
         with Trainer(SCHEMA, f"rings://127.0.0.1:{server.ports[0]}", wire={"tcp"}, layout=layout) as trainer:
-            taken = trainer.take(32, 20.0, fill_s=20.0)
+            taken = trainer.take(len(numbers), 20.0, fill_s=20.0)
             assert taken is not None
             check_batch(taken, "padded" if layout == "list" else layout, numbers)
             taken.consume()
