@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +17,7 @@ from helpers import NETWORK, eventually
 from patience import PATIENCE
 
 from transport import FoundRings, SharedRingBuffer, UCXXServer
+from transport.claims.batch import ClaimedRows
 from transport.claims.mapped import RingsOfHost
 from transport.claims.network import NetworkSource
 from transport.claims.places import OnThisHost
@@ -37,6 +40,35 @@ def queue(prefix: str, ring: SharedRingBuffer, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("TRANSPORT_WIRES", ",".join(NETWORK))
     with FoundRings(OnThisHost(prefix)) as opened:
         yield opened
+
+
+def test_a_take_that_is_interrupted_at_any_message_to_the_loop_can_be_repeated(
+    ring: SharedRingBuffer, queue: FoundRings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it had in hand goes back, and leaves room for others."""
+    interrupted = Counter[str]()
+
+    def interrupt(owner: type, name: str) -> None:
+        tell = getattr(owner, name)
+
+        def told(*arguments: Any) -> None:
+            if threading.current_thread() is threading.main_thread() and interrupted[name] < 4:
+                interrupted[name] += 1
+                raise KeyboardInterrupt
+            tell(*arguments)
+
+        monkeypatch.setattr(owner, name, told)
+
+    interrupt(NetworkSource, "_soon")
+    interrupt(ClaimedRows, "soon")
+    for number in range(SLOTS):
+        ring.write_raw(bytes([number]))
+    for _ in range(SLOTS):
+        while True:
+            with contextlib.suppress(KeyboardInterrupt):
+                assert consume(some(queue, 1)) == [True]
+                break
+    assert interrupted == {"_soon": 4, "soon": 4}
 
 
 def test_a_wrong_secret_is_the_callers_error(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:

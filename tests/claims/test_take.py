@@ -354,7 +354,7 @@ async def test_demands_ask_another_connection_once_one_is_spent_and_end_both(
 
     def arrived(batch: TakenPart) -> None:
         came.append(batch)
-        asyncio.get_running_loop().call_soon(lambda: demands.given(batch.claims, 1))
+        asyncio.get_running_loop().call_soon(lambda: demands.given(batch.claims, batch.positions))
 
     async with Stage(ring) as stage, remote(wire=TCP) as client:
         places = {"ring": RingAddress(("127.0.0.1",), (stage.port,), ring.ring_id)}

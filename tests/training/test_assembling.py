@@ -101,6 +101,14 @@ def test_an_end_says_of_how_many_samples_of_all_rings_the_group_is() -> None:
     assert [len(group) for group in made.complete] == [2]
 
 
+def test_an_end_that_comes_when_its_group_is_complete_opens_no_second_one() -> None:
+    """Of another writer of the group, or of the writer that has made it anew."""
+    made = assembly()
+    made.add(sample(0, of=1), 0.0)
+    assert not made.end(EndOf("g", 1, 1), ("e", 0, 1), ("e", 0, 1), 1.0)
+    assert [len(group) for group in made.complete] == [1] and not made.open and not made.waits_for("g")
+
+
 def test_an_end_of_a_group_without_samples_leaves_nothing() -> None:
     made = assembly()
     made.end(EndOf("g", None, None), ("e", 0, 1), ("e", 0, 1), 0.0)

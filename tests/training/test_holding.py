@@ -285,6 +285,22 @@ def test_a_ring_whose_slots_wait_for_groups_says_so(prefix: str, wire: str) -> N
         assert holding.held_by_ring() == {} and rings.crowded(0.0) == []
 
 
+def test_all_is_written_only_when_nothing_is_on_its_way_back(prefix: str, wire: str) -> None:
+    """What goes back after a delay is no end of the data, nor does what was consumed stand for it."""
+    with ring_of(prefix, slots=8) as ring, holding_of(prefix, wire) as holding:
+        for _ in range(4):
+            ring.write({"at": 1})
+        first, *others = deliveries(held_by(holding, 4))
+        ring.end_data()
+        eventually(lambda: holding.take(4, 0.0) == [] and holding.all_written(), "all is written, and held")
+        for consumed in others[:2]:
+            holding.consume([consumed])
+            holding.give_back([first], delay_s=0.1)
+            assert not holding.all_written()
+            [first] = deliveries(held_by(holding, 1))
+            eventually(lambda: holding.take(4, 0.0) == [] and holding.all_written(), "it is held again")
+
+
 def test_older_versions_are_discarded_and_rings_of_other_schemas_left_alone(prefix: str, wire: str) -> None:
     with (
         ring_of(prefix, schema=SCHEMA, slot_bytes=None) as ring,

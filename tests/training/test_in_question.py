@@ -94,6 +94,17 @@ def test_a_batch_that_is_consumed_again_brings_what_was_in_question(host: Host, 
     assert batch.accepted.all()
 
 
+def test_a_batch_that_left_its_with_block_in_question_can_be_consumed_again(host: Host, trainer: Trainer) -> None:
+    write(host, range(3))
+    with take(trainer, 3) as batch:
+        host.ends_between(batch)
+        batch.consume()
+    assert (batch.accepted.tolist(), batch.in_question.tolist()) == ([False] * 3, [True] * 3)
+    host.serve()
+    batch.consume()
+    assert (batch.accepted.tolist(), batch.in_question.tolist()) == ([True] * 3, [False] * 3)
+
+
 def test_what_was_accepted_stays_in_the_record_though_its_consume_is_in_question_and_given_up(
     host: Host, trainer: Trainer
 ) -> None:

@@ -8,7 +8,7 @@ import re
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -16,7 +16,8 @@ import pytest
 from found_rings import take
 from helpers import Child, until
 
-from transport import BlockingClient, Schema, SharedRingBuffer, open_rings
+from transport import BlockingClient, FoundRings, Schema, SharedRingBuffer, open_rings
+from transport.claims.notices import Notice
 from transport.errors import (
     ClosedError,
     MemberFailedError,
@@ -26,7 +27,7 @@ from transport.errors import (
     WeightsChecksumError,
 )
 from transport.ring.attachment import remove_dead
-from transport.weights import Offers, ReferenceWorker, Taker, offer
+from transport.weights import Offers, ReferenceWorker, RolloutWorker, Taker, offer
 from transport.weights.offers import TOPIC
 
 pytestmark = pytest.mark.ucx
@@ -319,3 +320,17 @@ def test_a_replica_serves_on_when_the_trainer_is_killed_and_takes_what_its_succe
             assert taker.follow(queue, client, wait_s=30.0)
         assert taker.version == 5
     np.testing.assert_array_equal(worker.weights["a"], weights_of(5)["a"])
+
+
+def test_a_follower_waits_for_the_next_trainer_when_the_notice_of_the_last_one_is_gone() -> None:
+    waits: list[tuple[int | None, float]] = []
+
+    class Gone:
+        def latest(self, topic: str, newer_than: int | None = None, timeout_s: float = 0.0) -> None:
+            if timeout_s:
+                waits.append((newer_than, timeout_s))
+
+    taker = Taker(cast("RolloutWorker", object()), 10)
+    taker._seen = Notice("weights", 10, b"")
+    assert not taker.follow(cast("FoundRings", Gone()), cast("BlockingClient", None), wait_s=3.0)
+    assert waits == [(None, 3.0)]

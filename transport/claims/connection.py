@@ -103,7 +103,8 @@ class ClaimConnection:
     Attributes:
         ring: the id of the ring.
         served: where the ring is at the moment, for who follows it; its ports may change.
-        written: whether its writer has said that it writes nothing more, when a demand last found nothing.
+        written: whether its writer has said that it writes nothing more, when a demand last found nothing, which was
+            made after the last claims went back.
     """
 
     def __init__(self, link: Link, client: ClaimConnections) -> None:
@@ -111,6 +112,7 @@ class ClaimConnection:
         self.ring = link.ring
         self.served: Callable[[], Served] = Served
         self.written = False
+        self._returned_at = -1  # number of the message with which claims last went back
         self.loop = link.worker.loop
         self.answers = client.answers
         self._client = client
@@ -202,7 +204,7 @@ class ClaimConnection:
             ) from None
         taken: asyncio.Future[TakenPart] = self.loop.create_future()
         limit_s = wait_s + self._settings.read_timeout(most_bytes)
-        came = partial(self._came, taken, buffer, verify, most_bytes > 0)
+        came = partial(self._came, taken, buffer, verify, most_bytes > 0, self.link.native.next_number)
         waiter = self._client.questions.ask(came, limit_s, partial(self._late, limit_s, "a demand"))
         number = self.link.native.take(
             waiter,
@@ -225,10 +227,12 @@ class ClaimConnection:
         if not self.lost:
             self.link.tell([Record(Kind.CANCEL_TAKE, slot=number)])
 
-    def _came(self, taken: asyncio.Future[TakenPart], buffer: Any, verify: bool, contents: bool, outcome: Any) -> None:
+    def _came(
+        self, taken: asyncio.Future[TakenPart], buffer: Any, verify: bool, contents: bool, number: int, outcome: Any
+    ) -> None:
         """The answer to a demand. What has come whole needs no task."""
         try:
-            answer, whole = self._answer(outcome, buffer, verify)
+            answer, whole = self._answer(outcome, buffer, verify, number)
             if whole or not contents:
                 taken.set_result(self._part(answer, {} if contents else None, answer.wrong))
             else:
@@ -240,7 +244,7 @@ class ClaimConnection:
         except Exception as error:  # of whatever class: the caller waits for this future
             taken.set_exception(error)
 
-    def _answer(self, outcome: Any, buffer: Any, verify: bool) -> tuple[_Answer, bool]:
+    def _answer(self, outcome: Any, buffer: Any, verify: bool, number: int) -> tuple[_Answer, bool]:
         """Return what stands in an answer, and whether every payload came with it."""
         if isinstance(outcome, TransportError):
             self.abort()
@@ -249,7 +253,7 @@ class ClaimConnection:
             self.abort()
             raise ProtocolError(f"{self!r} sent an answer that does not fit its demand")
         code, count, *wrong = outcome
-        self.written = code == _WRITTEN
+        self.written = code == _WRITTEN and number > self._returned_at
         if code and code != _WRITTEN:
             raise refusal(code, "a demand")
         rows, notes, whole = engine().taken(buffer, count)
@@ -414,6 +418,7 @@ class ClaimConnection:
     def return_soon(self, rows: Rows, delay_s: float, in_vain: bool) -> None:
         """Give claims back, whatever the ring answers."""
         if not self.lost:
+            self.written, self._returned_at = False, self.link.native.next_number
             for begin in range(0, len(rows), frames.MAX_RECORDS):
                 late = partial(self._late, self._answer_s, "the end of claims")
                 waiter = self._client.questions.ask(self._returned, hurry.bounded(self._answer_s), late)

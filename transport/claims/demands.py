@@ -17,6 +17,8 @@ from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+
 from transport.claims.batch import ClaimedRows, End, Positions, Rows
 from transport.claims.connection import MOST_BYTES, ClaimConnection, ClaimConnections
 from transport.claims.outcomes import Served
@@ -152,11 +154,18 @@ class Demands:
         most = min(self._most, fit)
         self._takers.ahead, self._takers.most, self._takers.largest = self._batches * most, most, fit
 
-    def given(self, claims: ClaimedRows, count: int) -> None:
-        """So many payloads were taken, or went back: others may come in their place."""
+    def given(self, claims: ClaimedRows, positions: Positions) -> None:
+        """Payloads were taken, or went back untaken: others may come in their place. Each counts once."""
+        count = int(np.count_nonzero(~claims.given[positions]))
+        claims.given[positions] = True
         here = self._connected.get(claims.place) == claims.connection
         if here and self._takers.used(claims.place, count):
             self._turn()
+
+    def _ended(self, claims: ClaimedRows, positions: Positions, end: End) -> None:
+        self._settled(claims, positions, end)  # which counts what was taken
+        if not claims.given[positions].all():
+            self.given(claims, positions)
 
     def close(self) -> None:
         """End every connection and with it every claim: others can claim the payloads. Idempotent."""
@@ -310,7 +319,7 @@ class Demands:
                     known.fault = None
                 self._takers.answered(name, len(part), full=self._full(ask.n, part.claims.rows))
                 if len(part):
-                    part.claims.place, part.claims.settled = name, self._settled
+                    part.claims.place, part.claims.settled = name, self._ended
                     while len(part) > self._most:
                         self._arrived(part.first(self._most))
                     self._arrived(part)

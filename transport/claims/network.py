@@ -7,7 +7,6 @@ said on the loop, too, and stands in their verdicts: a caller that was interrupt
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 import time
 from collections import Counter, deque
@@ -132,7 +131,6 @@ class NetworkSource:
 
         def came(part: TakenPart) -> None:
             if made.wanted is None:  # it goes back
-                made.demands.given(part.claims, len(part))
                 return
             made.came.append(part)
             if made.arrived.locks:
@@ -194,22 +192,24 @@ class NetworkSource:
         of.sizes.append(n)
         most = max(of.sizes)
         if of.wanted != (most, oldest_version):
-            of.wanted = (most, oldest_version)
-            self._soon(of.demands.want, _BATCHES, most, oldest_version)
+            self._soon(_want, of, most, oldest_version)
         came = of.came
         if not came and wait_s > 0:
             of.arrived.wait(lambda: came or self._closed, wait_s)
         parts: list[TakenPart] = []
         while n and came:
-            part = came.popleft()
+            try:
+                part = came.popleft()
+            except IndexError:  # what came goes back, since nobody has asked for it for a lease's time
+                break
             claims = part.claims
             if not claims.connection.link.native.alive:  # others may have claimed the payloads
                 continue
             if len(part) > n:
                 came.appendleft(part)
                 part = part.first(n)
-            claims.given[part.positions] = True
-            claims.soon(of.demands.given, claims, len(part))  # without the part: one that is dropped goes back
+            # Without the part: one that is dropped goes back.
+            claims.soon(of.demands.given, claims, part.positions)
             if oldest_version is not None:
                 versions = part.rows["policy_version"]
                 aged = (versions != _ring.NO_VERSION) & (versions < oldest_version)
@@ -257,8 +257,14 @@ class NetworkSource:
 
     def written(self) -> set[str]:
         """The rings of `ended` that are not done, and whose writers have said that they write nothing more."""
+        self._come_after_what_was_told()
         linked = [each for of in list(self._ranks.values()) for each in of.demands.connections]
         return {each.ring for each in linked if each.written}
+
+    def _come_after_what_was_told(self) -> None:
+        """Wait for what the loop was told before: claims that go back are on their way then."""
+        if self._thread is not None and not self._thread.closed:
+            self._thread.run(asyncio.sleep(0))
 
     def ring_at(self, place: RingAddress) -> str:
         """The ring that was met at an address; "": none."""
@@ -283,15 +289,14 @@ class NetworkSource:
         """Return `counts`, and what is claimed at the moment."""
         found = self.counts.copy()
         for claims in [] if self._claims is None else self._claims.held():
-            if claims.settled == self._settled:
+            if claims.place:
                 held = claims.given & (claims.verdicts <= _IN_QUESTION)
                 found[claims.connection.ring, int(claims.rows["rank"][0]), "claimed"] += int(np.count_nonzero(held))
         return found
 
     def depth(self, rank: int | None, but: set[str]) -> Counter[str]:
         """Return what this process knows of rings that are not seen from here."""
-        if self._thread is not None and not self._thread.closed:
-            self._thread.run(asyncio.sleep(0))  # after what the loop was told before
+        self._come_after_what_was_told()
         return summed(self.counted(), rank, but)
 
     # --- the end --------------------------------------------------------------------------------------
@@ -325,13 +330,16 @@ def summed(counts: Mapping[tuple[str, int, str], int], rank: int | None, but: se
     return sums
 
 
+def _want(of: _Rank, most: int, oldest_version: int | None) -> None:
+    """On the loop, as `_rest`: a caller that is interrupted before it is told has changed nothing, and asks again."""
+    of.wanted = most, oldest_version
+    of.demands.want(_BATCHES, most, oldest_version)
+
+
 def _rest(of: _Rank) -> None:
     of.wanted = None
     of.demands.want(0, 1, None)
-    with contextlib.suppress(IndexError):  # a caller takes from the other end
-        while of.came:
-            part = of.came.popleft()
-            of.demands.given(part.claims, len(part))
+    of.came.clear()
 
 
 def _knows(connection: ClaimConnection, rank: int | str) -> bool:

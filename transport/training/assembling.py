@@ -198,10 +198,10 @@ class Assembly:
     def end(self, end: EndOf, mark: Delivery, origin: Delivery, now: float) -> bool:
         """Note that no more samples of a group are written, as the payload without fields at ``mark`` says.
 
-        False: it is there from another ring.
+        False: it is there from another ring, or its group is complete without it.
         """
-        if origin in self._known:
-            return self._known[origin] == mark
+        if origin in self._known or end.name in self._whole:
+            return self._known.get(origin) == mark
         self._known[origin] = mark
         group = self._open.setdefault(end.name, Group(end.name, now))
         group.marks[mark] = origin

@@ -172,7 +172,10 @@ class Batch(Payloads):
         self._let_go()
 
     def release(self) -> None:
-        """Let the payloads go; what was not consumed goes back, uncounted. Idempotent; so does dropping the batch."""
+        """Let the payloads go; what was not consumed goes back, uncounted. Idempotent; so does dropping the batch.
+
+        What is in question stays, so that `consume` can ask again.
+        """
         if self._state in ("claimed", "accepted"):
             for part in self.parts:
                 part.release(in_vain=False)
@@ -180,7 +183,8 @@ class Batch(Payloads):
             self._state = "given back"
         else:
             self.settle()
-        self._let_go()
+        if self._state != "in question":
+            self._let_go()
 
     def let_go_of_slots(self) -> None:
         """Let consumed payloads of mapped rings go: their slots are free when no array looks into them."""

@@ -232,8 +232,8 @@ class Holding:
         return set(self._rings.slots())
 
     def held_by_ring(self) -> Counter[str]:
-        """How many claims of each ring are held; `FoundRings.slots` has how many slots it has."""
-        return Counter(ring for ring, _, _ in self._held)
+        """How many claims of each ring are held, and nothing is asked about; `FoundRings.slots`: of how many slots."""
+        return Counter(ring for (ring, _, _), held in self._held.items() if not held.asked)
 
     def all_written(self) -> bool:
         """Return whether no rollout writes any more, and the rings have only what is held."""

@@ -177,7 +177,8 @@ class Planner:
     def _turn(self) -> None:
         self._look_at_steps()
         written = self._holding.all_written()  # before the look at what came
-        if lost := self._holding.lost():
+        lost = self._holding.lost()
+        if lost:
             self._assembly.lose(lost)
             self._decided = True
         came = self._holding.take(MOST, 0.0 if self._may_plan() and self._enough() else _SLICE_S)
@@ -185,7 +186,7 @@ class Planner:
         for sample in [*self._due(), *came]:
             self._came(sample, now)
         self._look_at_claims()
-        over = written and not came
+        over = written and not came and not lost  # what was lost or came may change what is left
         self._give_up(now, over)
         if self._may_plan():
             self._plan(now, over)
@@ -208,6 +209,9 @@ class Planner:
             self._records.leave()
         except StoreError as error:  # who plans next finds in the records what was learned
             log.warning("the store of the steps does not answer at the close: %s", error_text(error))
+        except Exception:
+            self._holding.close()
+            raise
         self._holding.close()
 
     def _finish(self, learned: set[int]) -> None:

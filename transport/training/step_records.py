@@ -330,11 +330,24 @@ class StepRecords:
         Where no rank has learned the step it is to be read by all again: what this rank needs may be gone by now.
         """
         self._store.delete(self._key("vote", number, self._rank))
-        if len(self.silent(number, LEARNED)) == self._ranks:
-            key = self._key("state", number)
-            entry = self._store.get(key)
-            if entry is not None and _followed(key, entry).state == "go":
-                self._store.compare_and_set(key, None, entry.version)
+        state = self._key("state", number)
+        keys = [state, *(self._key("vote", number, rank) for rank in range(self._ranks))]
+        while True:
+            entry, *votes = self._store.get_many(keys)
+            if (
+                entry is None
+                or _followed(state, entry).state != "go"
+                or encode(LEARNED) in (vote.value for vote in votes if vote is not None)
+            ):
+                return
+            still = [  # a rank that votes meanwhile may have learned it
+                Change(key, None, ABSENT)
+                if vote is None
+                else Change(key, encode(decode(str, key, vote.value)), vote.version)
+                for key, vote in zip(keys[1:], votes, strict=True)
+            ]
+            if self._store.put_many([Change(state, None, entry.version), *still]) is not None:
+                return
 
     def silent(self, number: int, vote: str) -> list[int]:
         """Return the ranks that have not voted so."""

@@ -247,8 +247,10 @@ class Taker:
         notice = queue.latest(topic)
         if notice is not None and self._seen is None and _version_of(notice) == self._begun_with:
             self._seen = notice
-        if notice == self._seen:
-            number = self._begun_with if self._seen is None else self._seen.version
+        if notice is None or notice == self._seen:  # none: a trainer that begins again may have smaller numbers
+            number: int | None = self._begun_with if self._seen is None else self._seen.version
+            if notice is None and self._seen is not None:
+                number = None
             notice = queue.latest(topic, newer_than=number, timeout_s=wait_s) if wait_s > 0 else None
         while notice is not None:
             begun = time.monotonic()
