@@ -66,3 +66,5 @@ def test_a_message_that_comes_right_before_a_process_sleeps_wakes_it(there: Seco
         tickets = listener.line().split()
         with Child(READER, *tickets, env={**preloaded, "PAUSED": "reader"}) as reader:
             assert [reader.line() for _ in tickets] == [str(each) for each in range(COUNT)]
+        listener.tell()
+        assert listener.wait() == 0
