@@ -29,6 +29,7 @@ from transport.claims.rings import FoundRings
 from transport.errors import ClosedError, ConfigurationError, RankError, SharedMemoryError, UsageError
 from transport.group import end_of, in_group, returned
 from transport.packer.consumed_record import ConsumedRecord
+from transport.store.base import Entry
 from transport.store.memory import MemoryStore
 from transport.training import planner
 from transport.training.mesh import Mesh
@@ -794,6 +795,28 @@ def test_a_step_that_a_rank_has_learned_is_not_read_again_by_all_when_another_ra
             each.has_read(0)
             each.has_learned(0)
         assert again.states([0]) == ["consumed"]
+
+
+def test_a_step_that_a_rank_learns_while_another_takes_its_vote_back_is_not_read_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with MemoryStore() as store:
+        ranks = [StepRecords(store, "mesh", rank, 2, 60.0) for rank in range(2)]
+        assert ranks[0].lead() and ranks[0].plan(PlannedStep(0), [PlannedPart()])
+        for each in ranks:
+            each.has_read(0)
+        again = StepRecords(store, "mesh", 0, 2, 60.0)
+        look = store.get_many
+
+        def learned_behind_the_look(keys: Sequence[str]) -> list[Entry | None]:
+            found = look(keys)
+            monkeypatch.setattr(store, "get_many", look)
+            ranks[1].has_learned(0)
+            return found
+
+        monkeypatch.setattr(store, "get_many", learned_behind_the_look)
+        again.take_back_vote(0)
+        assert again.states([0]) == ["go"]
 
 
 class Renewing(MemoryStore):

@@ -262,7 +262,7 @@ class NetworkSource:
         return {each.ring for each in linked if each.written}
 
     def _come_after_what_was_told(self) -> None:
-        """Wait for what the loop was told before: claims that go back are on their way then."""
+        """Wait until the loop has run the calls posted before: claims given back are sent by then."""
         if self._thread is not None and not self._thread.closed:
             self._thread.run(asyncio.sleep(0))
 
@@ -331,7 +331,7 @@ def summed(counts: Mapping[tuple[str, int, str], int], rank: int | None, but: se
 
 
 def _want(of: _Rank, most: int, oldest_version: int | None) -> None:
-    """On the loop, as `_rest`: a caller that is interrupted before it is told has changed nothing, and asks again."""
+    """Set how many payloads are wanted; on the loop, so that an interrupted caller has changed nothing and repeats."""
     of.wanted = most, oldest_version
     of.demands.want(_BATCHES, most, oldest_version)
 

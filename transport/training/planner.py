@@ -209,7 +209,7 @@ class Planner:
             self._records.leave()
         except StoreError as error:  # who plans next finds in the records what was learned
             log.warning("the store of the steps does not answer at the close: %s", error_text(error))
-        except Exception:
+        except Exception:  # but no interrupt, after which the next call goes on with what is held
             self._holding.close()
             raise
         self._holding.close()
