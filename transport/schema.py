@@ -221,6 +221,7 @@ NOTHING: Final = PayloadLayout((), 0)
 """The layout of a slot without fields."""
 
 _Row = tuple[str, str, tuple[int, ...], bool]
+Placed = tuple[str, np.dtype[Any], tuple[int, ...], int, int, str, bool]  # as `Placement` has them
 
 
 class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
@@ -343,29 +344,35 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
         if len(lengths) != len(self.counted):
             what = "ragged or optional" if self.optional else "ragged"
             raise SchemaError(f"expected {len(self.counted)} lengths, one for each {what} tensor, got {len(lengths)}")
-        remaining = iter(zip(self._most, lengths, strict=True))
-        placements = []
-        end = 0
+        for spec, most, length in zip(self.counted, self._most, lengths, strict=True):
+            if not hasattr(length, "__index__"):
+                raise SchemaError(f"{spec.name}: {_short(length)} is no length: give a whole number")
+            if not 0 <= length <= most:
+                raise SchemaError(f"{spec.name}: expected a length of 0..{most}, got {length}")
+        placements = tuple(itertools.starmap(Placement, self.placed(lengths)))
+        last = placements[-1]
+        found = PayloadLayout(placements, last.offset + last.nbytes)
+        if not self.counted:
+            self._fixed.append(found)
+        return found
+
+    def placed(self, lengths: Sequence[int]) -> list[Placed]:
+        """Return the fields of each tensor's `Placement`. The lengths are known to be those of a payload."""
+        found: list[Placed] = []
+        end = at = 0
         for name, dtype, shape, unit, ragged, kind, optional in self._units:
-            offset = -(-end // ALIGNMENT) * ALIGNMENT
+            end = -(-end // ALIGNMENT) * ALIGNMENT
             if ragged or optional:
-                most, length = next(remaining)
-                if not hasattr(length, "__index__"):
-                    raise SchemaError(f"{name}: {_short(length)} is no length: give a whole number")
-                if not 0 <= length <= most:
-                    raise SchemaError(f"{name}: expected a length of 0..{most}, got {length}")
+                length = lengths[at]
+                at += 1
                 if optional and not length:
-                    placements.append(Placement(name, dtype, (0,), offset, 0, kind, absent=True))
-                    end = offset
+                    found.append((name, dtype, (0,), end, 0, kind, True))
                     continue
                 if ragged:
                     length -= optional
                     shape, unit = (length, *shape), length * unit
-            placements.append(Placement(name, dtype, shape, offset, unit, kind))
-            end = offset + unit
-        found = PayloadLayout(tuple(placements), end)
-        if not self.counted:
-            self._fixed.append(found)
+            found.append((name, dtype, shape, end, unit, kind, False))
+            end += unit
         return found
 
     @cached_property

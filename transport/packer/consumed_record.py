@@ -71,15 +71,30 @@ class ConsumedRecord:
             raise UsageError(f"ring={ring!a:.80}: give the ring's id, as its tickets have it")
         if not (0 <= slot < _MOST and 0 <= generation < _MOST and 0 <= rank < _MOST):
             raise UsageError(f"slot={slot}, generation={generation}, rank={rank}: give 0 to 2**63 - 1")
+        return self.accept_all([(ring, slot, generation, rank)]) == 1
+
+    def accept_all(self, payloads: Iterable[tuple[str, int, int, int]]) -> int:
+        """Record payloads as consumed, as `accept` does, and return how many were new. None of them is checked."""
+        of: str | None = None
+        slots: dict[tuple[int, int], int] = {}
+        new = 0
+        for ring, slot, generation, rank in payloads:
+            if ring is not of:
+                slots, of = self._of(ring), ring
+            place = slot, rank
+            last = slots.get(place)
+            if last is None or _later(generation, last):
+                slots[place] = generation
+                new += 1
+        return new
+
+    def _of(self, ring: str) -> dict[tuple[int, int], int]:
+        """Return the slots of a ring, which is the one used last from here on."""
         slots = self._rings.setdefault(ring, {})
         self._rings.move_to_end(ring)
         if len(self._rings) > self._most_rings:
             self._rings.popitem(last=False)
-        last = slots.get((slot, rank))
-        if last is not None and not _later(generation, last):
-            return False
-        slots[slot, rank] = generation
-        return True
+        return slots
 
     def contains(self, ring: str, slot: int, generation: int, rank: int) -> bool:
         """Return whether ``accept`` would return False. Records nothing."""
@@ -106,8 +121,7 @@ class ConsumedRecord:
         for record in records:
             made.groups.update(record.groups)
             for ring, slots in record._rings.items():
-                for (slot, rank), generation in slots.items():
-                    made.accept(ring, slot, generation, rank)
+                made.accept_all((ring, slot, generation, rank) for (slot, rank), generation in slots.items())
         return made
 
     def to_bytes(self) -> bytes:

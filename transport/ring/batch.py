@@ -121,6 +121,7 @@ class Gathered(Sequence[Mapping[str, Any]]):
         self.columns = columns_of(parts)
         self._count: int = self.columns.shape[1]
         self._places: list[tuple[ClaimedPart, int]] | None = None
+        self._rows: list[list[int]] | None = None  # the numbers of each payload
         self._arrays: dict[str, Any] = {}
         self._ends: dict[str, npt.NDArray[np.int32]] = {}
         self._bytes: dict[str, Array] = {}  # of the fields that are no tensors, one behind the other
@@ -399,12 +400,13 @@ class Gathered(Sequence[Mapping[str, Any]]):
                 self._places = places_of(self._parts)
             part, index = self._places[at]
         memory, begin = part.place(index)
+        if self._rows is None:
+            self._rows = self._numbers.T.tolist()
         wanted = self._shape.fields
         fields: dict[str, Any] = {}
-        for each in self.whole.layout(self._numbers[:, at].tolist()).placements:
-            if wanted is None or each.name in wanted:
-                there = None if each.absent else np.ndarray(each.shape, each.dtype, memory, begin + each.offset)
-                fields[each.name] = there
+        for name, dtype, shape, offset, _, _, absent in self.whole.placed(self._rows[at]):
+            if wanted is None or name in wanted:
+                fields[name] = None if absent else np.ndarray(shape, dtype, memory, begin + offset)
         return DecodedFields(fields, self.schema.kinds) if self.schema.kinds else fields
 
     def _laid_out(self, at: int) -> Mapping[str, Any]:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from transport import _ring
-from transport.client.payload import Payload
+from transport.client.payload import Payload, no_field
 from transport.errors import ClosedError, SchemaError
 from transport.ring.batch import ClaimedPart, Gathered, columns_of, places_of
 from transport.ring.batch_shape import Shape
@@ -85,6 +85,14 @@ class BatchPayload(Payload):
     def schema(self) -> Schema | None:
         """Schema of the fields; None: neither the ticket nor the trainer has it."""
         return self._batch.schema_of(self.ticket)
+
+    def __getitem__(self, name: str) -> Any:
+        fields = self._batch._fields.get(self._at)
+        if fields is None:
+            fields = self.fields
+        if name not in fields:
+            raise no_field(name, self)
+        return fields[name]
 
     @property
     def fields(self) -> Mapping[str, Any]:

@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from itertools import islice
+from itertools import compress, repeat
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, Unpack
 
 import msgspec
@@ -676,9 +676,9 @@ class TrainerBook:
     def consumed(self, batch: Batch, verdicts: npt.NDArray[np.bool_]) -> None:
         """Note what was consumed: all of an accepted batch, since the model has learned from it, else what was ours."""
         self.open.discard(batch)
-        for delivery, ours in zip(deliveries(batch.parts, batch.columns), verdicts.tolist(), strict=True):
-            if (ours or batch.learned) and self.consumed_record.accept(*delivery):
-                self.consumed_count += 1
+        found = deliveries(batch.parts, batch.columns)
+        ours = found if batch.learned or verdicts.all() else compress(found, verdicts.tolist())
+        self.consumed_count += self.consumed_record.accept_all(ours)
         for at, joined in batch.joined.items():
             if verdicts[at]:  # where another trainer has the claim, its parents are left to that one
                 for part in joined.parts:
@@ -699,8 +699,7 @@ class TrainerBook:
         record = self.consumed_record.copy()
         for batch in (*self.open, *self.unanswered):
             if batch.learned:
-                for delivery in deliveries(batch.parts, batch.columns):
-                    record.accept(*delivery)
+                record.accept_all(deliveries(batch.parts, batch.columns))
         return record
 
     def say_ageless(self, batch: Batch) -> None:
@@ -724,12 +723,12 @@ def _of_traced_writes(batch: Batch) -> Iterator[Mapping[str, Any]]:
 
 def deliveries(parts: Sequence[Claimed], columns: npt.NDArray[np.int64]) -> list[Delivery]:
     """Return what a record has of payloads; restored ones have the identity that they had first."""
-    rows = iter(columns[:3].T.tolist())
+    slots, generations, ranks = columns[:3].tolist()
     found: list[Delivery] = []
     for part in parts:
-        ring, begin = part.ring, len(found)
-        for slot, generation, rank in islice(rows, len(part)):
-            found.append((ring, slot, generation, rank))
+        begin = len(found)
+        of = slice(begin, begin + len(part))
+        found += zip(repeat(part.ring), slots[of], generations[of], ranks[of], strict=False)
         for at in part.marked(_ORIGIN):
             found[begin + at] = (*Ticket.decode(part.note(at)).origin, found[begin + at][-1])
     return found
