@@ -18,7 +18,7 @@ from transport.errors import UsageError, WireNotAllowedError
 Wire = Literal["mapped", "shm", "tcp", "rdma", "cuda"]
 WIRES: tuple[Wire, ...] = get_args(Wire)
 
-# Chosen by measurement for endpoints with error handling on (docs/UCXX.md, "UCX settings").
+# Chosen by measurement for endpoints with error handling on.
 _CHOSEN = {
     "TCP_TX_SEG_SIZE": "256k",
     "TCP_RX_SEG_SIZE": "512k",

@@ -3,10 +3,10 @@
 * Every ``python`` block of README.md, CONTRIBUTING.md and docs/ runs, each in a namespace and an empty folder of its
   own; one after ``<!-- not run: reason -->`` is skipped with its reason, one after ``<!-- needs: package -->`` where
   that is not installed. Every file in examples/ runs as a program.
-* Tables that repeat code (settings, layouts, status codes, UCX settings) equal it.
+* Tables that repeat code (settings, wires) equal it.
 
-test_names.py looks whether what the pages name exists. ``python tests/docs/test_docs.py`` writes the generated tables
-anew.
+test_names.py looks whether what the pages name exists. ``python tests/docs/test_docs.py`` writes the table of
+settings anew.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import re
-import struct
 import subprocess
 import sys
 from functools import cache
@@ -24,12 +23,9 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))  # pytest has it on its path, a program has not
 
-import frame_codec
 from doc_pages import PAGES, ROOT, page_parameters
 
-from transport import config, errors, wires
-from transport.observe import metrics
-from transport.wire import frames
+from transport import config, wires
 
 TORCH = pytest.mark.adapters("torch"), pytest.mark.timeout(400)
 EXAMPLES = [
@@ -136,12 +132,6 @@ def configuration_table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def metrics_table() -> str:
-    lines = ["| metric | what it says |", "|---|---|"]
-    lines += [f"| `{name}` | {family.says} |" for name, family in metrics.FAMILIES.items()]
-    return "\n".join(lines) + "\n"
-
-
 def test_every_setting_has_a_meaning() -> None:
     assert set(config.MEANINGS) == set(config.Configuration.__struct_fields__)
 
@@ -150,62 +140,24 @@ def test_the_table_of_settings_is_that_of_the_code() -> None:
     assert part("configuration") == configuration_table(), "python tests/docs/test_docs.py writes it anew"
 
 
-def test_the_table_of_metrics_is_that_of_the_code() -> None:
-    assert part("metrics") == metrics_table(), "python tests/docs/test_docs.py writes it anew"
-
-
-@pytest.mark.parametrize("name", ["_PREFIX", "_HEADER", "_RECORD", "_ANSWER"])
-def test_the_layouts_are_those_of_the_frames(name: str) -> None:
-    layout: struct.Struct = frames._PREFIX if name == "_PREFIX" else getattr(frame_codec, name.removeprefix("_"))
-    expected, offset = [], 0
-    for code in layout.format.lstrip("<"):
-        size = struct.calcsize(f"<{code}")
-        expected.append([str(offset), str(size)])
-        offset += size
-    mark = f"<!-- layout {name} -->\n"
-    table = page_with(mark).read_text(encoding="utf-8").partition(mark)[2].partition("\n\n")[0]
-    assert [row[:2] for row in rows(table)] == expected
-    for kind, number in re.findall(r"\b([A-Z]{3,}) (0x\d\d)", table):
-        assert frames.Kind[kind] == int(number, 16)
-
-
 def section(title: str) -> str:
     """What stands under this heading."""
     text = page_with(f"\n## {title}\n").read_text(encoding="utf-8")
     return text.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
 
 
-def test_the_status_codes_are_those_of_the_errors() -> None:
-    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and getattr(kind, "status", 0)]
-    expected = {str(kind.status): (f"`{kind.__name__}`", kind.retryable) for kind in kinds}
-    page = (ROOT / "docs" / "developers" / "WIRE.md").read_text(encoding="utf-8")
-    table = page.partition("| code | error")[2].partition("\n\n")[0]
-    written = {row[0]: (row[1], row[2] != "no") for row in rows("| code | error" + table)}
-    assert written == expected
-
-
-def test_the_ucx_settings_are_those_chosen() -> None:
-    written = {row[0].strip("`"): row[1] for row in rows(section("UCX settings")) if row[0].count("`") == 2}
-    assert {name: written[name] for name in wires._CHOSEN} == wires._CHOSEN
-    for where, chosen in (("InfiniBand", wires._RDMA), ("TCP alone", wires._TCP)):
-        for name, value in chosen.items():
-            assert f"| `{name}` with {where} | {value} |" in section("UCX settings")
+def test_the_wires_admit_the_transports_of_the_code() -> None:
     admitted = {row[0].strip("`"): tuple(row[2].split(", ")) for row in rows(section("Wires"))}
     assert {name: admitted[name] for name in wires._TRANSPORTS} == wires._TRANSPORTS
 
 
-# --- writing the generated parts ----------------------------------------------------------------------
+# --- writing the generated part -----------------------------------------------------------------------
 def main() -> None:
-    parts = [
-        ("configuration", configuration_table()),
-        ("metrics", metrics_table()),
-    ]
-    for name, content in parts:
-        page = page_with(f"<!-- {name} -->")
-        text = page.read_text(encoding="utf-8")
-        before, opening, rest = text.partition(f"<!-- {name} -->\n")
-        _, closing, after = rest.partition(f"<!-- /{name} -->")
-        page.write_text(before + opening + content + closing + after, encoding="utf-8")
+    page = page_with("<!-- configuration -->")
+    text = page.read_text(encoding="utf-8")
+    before, opening, rest = text.partition("<!-- configuration -->\n")
+    _, closing, after = rest.partition("<!-- /configuration -->")
+    page.write_text(before + opening + configuration_table() + closing + after, encoding="utf-8")
 
 
 if __name__ == "__main__":

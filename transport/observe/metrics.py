@@ -123,7 +123,7 @@ FAMILIES: Final[dict[str, Family]] = {
         "counter", (*_OF_QUEUE, "reason"), "looks, every 5 s without a payload, that found why none comes"
     ),
 }
-"""All metrics; tests compare docs/grafana.json and docs/OPERATIONS.md with this list."""
+"""All metrics; tests compare docs/grafana.json with this list."""
 
 Sample = tuple[str, tuple[str, ...], float]
 """Name of a family, its labels' values, and the number."""
