@@ -1,11 +1,11 @@
-"""Ports and routes: a table of what happens to a port, which port is tried, and when a ring has gone."""
+"""Ports and routes: a table of what happens to a port, which port is tried, when by RDMA, and when a ring has gone."""
 
 from __future__ import annotations
 
 import pytest
 
 from transport.client.connections.acknowledgements import AckLedger
-from transport.client.connections.routes import PortQuarantine, Routes
+from transport.client.connections.routes import PortQuarantine, Routes, WithoutRdma
 from transport.settings import DEFAULTS
 from transport.ticket import Ticket
 
@@ -95,6 +95,17 @@ def test_ports_of_servers_that_are_gone_are_forgotten(idle_s: float, remembered:
     quarantine.failed(A, 0.0)
     quarantine.failed(B, idle_s)
     assert ("h:1" in repr(quarantine)) is remembered
+
+
+def test_rdma_is_tried_again_after_a_minute_and_at_once_where_the_network_has_changed() -> None:
+    without = WithoutRdma()
+    without.add("h", 0.0)
+    assert [without.holds("h", now) for now in (0.0, 59.0, 61.0)] == [True, True, False]
+    assert not without.holds("another", 0.0)
+    without.add("h", 61.0)
+    assert without.holds("h", 120.0)
+    without.clear()
+    assert not without.holds("h", 61.0)
 
 
 def test_a_ring_has_gone_whichever_of_its_tickets_was_read_last() -> None:

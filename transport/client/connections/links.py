@@ -17,7 +17,7 @@ from typing import Any
 from transport.client.connections.acknowledgements import Ack, AckLedger
 from transport.client.connections.connection import Link, Want
 from transport.client.connections.pool import EndpointPool, PoolCounts, PortKey
-from transport.client.connections.routes import PortQuarantine, Routes
+from transport.client.connections.routes import PortQuarantine, Routes, WithoutRdma
 from transport.errors import (
     ClosedError,
     DeadlineExceededError,
@@ -49,7 +49,6 @@ log = logging.getLogger(__name__)
 _BYE_TIMEOUT_S = 1.0
 _CLOSE_TIMEOUT_S = 5.0  # for the last acknowledgements; a ring that cannot be reached does not hold the client up
 _LONGEST_SLEEP_S = 30.0
-_ONE_WAY_S = 60.0  # a link may have been away for a moment
 _LOOK_S = 1.0  # while acknowledgements are unconfirmed: is the connection that carried them still there?
 
 
@@ -79,7 +78,7 @@ class Links:
         # By whether shared memory, IPv6, RDMA may be used, and the interface of TCP; None: any.
         self._workers: dict[tuple[bool, bool, bool, str | None], Worker] = {}
         self._refused = ""  # why rdma is used no more
-        self._one_way: dict[str, float] = {}  # addresses to which there is no way by RDMA, and until when none is tried
+        self._without_rdma = WithoutRdma()
         self._retired: set[Worker] = set()  # each until its last connection has ended
         self._pool: EndpointPool[Link] = EndpointPool(settings)
         self._turns: dict[PortKey, Turns] = {}  # of those that wait for a link of a port
@@ -212,12 +211,12 @@ class Links:
 
     def worker(self, *, shared_memory: bool = True, address: str = "") -> Worker:
         """The worker for such connections. The first time UCX is loaded, which takes a tenth of a second."""
-        ipv6, one_way = is_ipv6(address), time.monotonic() < self._one_way.get(address, 0.0)
+        ipv6, without_rdma = is_ipv6(address), self._without_rdma.holds(address, time.monotonic())
         interface = interface_towards(address) if address else None
-        kind = shared_memory, ipv6, not one_way, interface
+        kind = shared_memory, ipv6, not without_rdma, interface
         if (worker := self._workers.get(kind)) is None:
             refused = f"{address} and this host do not both reach each other by it, see UCX_NET_DEVICES"
-            refused = self._refused or (refused if one_way else "")
+            refused = self._refused or (refused if without_rdma else "")
             worker = self._workers[kind] = Worker(
                 settings_here(
                     self._allowed(), shared_memory=shared_memory, refused=refused, ipv6=ipv6, interface=interface
@@ -329,7 +328,7 @@ class Links:
                     if not worker.admits_rdma or self._closed:
                         raise
                     await probe(address, port[1], settings.connect_timeout_s)  # else the whole network is away
-                    self._one_way[address] = time.monotonic() + _ONE_WAY_S
+                    self._without_rdma.add(address, time.monotonic())
                 except (LinkError, ClosedError):
                     if worker in self._workers.values() or self._closed:
                         raise
@@ -388,7 +387,7 @@ class Links:
                 if changed := network.changed_since(worker.network):
                     log.info("%s; new connections are made by another worker", changed)
                     self._forget(worker)
-                    self._one_way.clear()
+                    self._without_rdma.clear()
                     worker.retired = True
                     self._retired.add(worker)
         for worker in [each for each in self._retired if not each.endpoints]:

@@ -22,6 +22,7 @@ from transport.ticket import Ticket, host_identity
 from transport.wire.addresses import host_port, loopback_of
 
 _MOST_ROUTES = 4096
+_WITHOUT_RDMA_S = 60.0
 
 
 @dataclass(slots=True)
@@ -117,6 +118,25 @@ class PortQuarantine:
         old = [port for port, entry in self._entries.items() if now - entry.until > self._most_s]
         for port in old:
             del self._entries[port]
+
+
+class WithoutRdma:
+    """Addresses to which there is no way by RDMA, each for a minute: a link may have been away for a moment."""
+
+    def __init__(self) -> None:
+        self._until: dict[str, float] = {}
+
+    def add(self, address: str, now: float) -> None:
+        """Try no RDMA there for a minute."""
+        self._until[address] = now + _WITHOUT_RDMA_S
+
+    def holds(self, address: str, now: float) -> bool:
+        """Return whether RDMA is not to be tried there now."""
+        return now < self._until.get(address, 0.0)
+
+    def clear(self) -> None:
+        """Try RDMA everywhere: this host's network has changed."""
+        self._until.clear()
 
 
 class Route(msgspec.Struct):
