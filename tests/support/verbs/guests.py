@@ -134,7 +134,9 @@ class Guest:
         return ["ssh", "-i", str(key), *words, "-p", str(self.port), "root@127.0.0.1", f"cd /checkout && {line}"]
 
     def end(self) -> None:
-        """Switch it off, and wait until it is gone."""
+        """Switch it off, and wait until it is gone. One that has ended by itself, as after a panic, says why."""
+        if self.process.poll() is not None:
+            print(f"guest {self.number} ended:\n{self._console.read_text(errors='replace')}", flush=True)
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
 
