@@ -46,7 +46,7 @@ def main() -> int:
     options = parser.parse_args()
     begun = time.monotonic()
     make_tree()
-    if options.counted:
+    if not options.short:
         make_floor()
     kind = COUNTED if options.counted else accelerator()
     print(f"{time.monotonic() - begun:6.0f} s  the machine is made", flush=True)
