@@ -8,12 +8,12 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
-from types import FrameType
 from typing import Any
 
 import numpy as np
 import pytest
 from claimed import consumed
+from interrupted_lines import Interrupted
 from packers import Worker
 
 from transport import _ring
@@ -169,36 +169,12 @@ def test_a_ring_taken_over_keeps_its_payloads() -> None:
     worker.cleanup_ucxx()
 
 
-class Interrupted:
-    """A KeyboardInterrupt at the ``at``-th line that the block runs of what ends a rollout."""
-
-    OF = ("transport.packer", "transport.server", "transport.ring.buffer", "transport.ring.attachment")
-
-    def __init__(self, at: int) -> None:
-        self.left = at
-
-    def _line(self, frame: FrameType, event: str, _: object) -> Any:
-        if not frame.f_globals.get("__name__", "").startswith(self.OF):
-            return None
-        if event == "line":
-            self.left -= 1
-            if self.left == 0:
-                raise KeyboardInterrupt
-        return self._line
-
-    def __enter__(self) -> None:
-        sys.settrace(self._line)
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
-        sys.settrace(None)
-        return kind is KeyboardInterrupt
-
-
 def test_a_cleanup_that_is_interrupted_at_any_line_is_finished_by_the_next_one() -> None:
+    of = ("transport.packer", "transport.server", "transport.ring.buffer", "transport.ring.attachment")
     at, interrupted = 0, True
     while interrupted:
         at += 1
-        interrupt = Interrupted(at)
+        interrupt = Interrupted(at, of)
         worker = Worker()
         ring = worker.setup_ucxx(SCHEMA, slots=2, mode="thread")
         with SharedRingBuffer.attach(ring.name, role="observer") as seen:

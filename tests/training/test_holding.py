@@ -12,6 +12,7 @@ import pytest
 from found_rings import LONG_S, HereAndElsewhere, ring_of
 from helpers import Child, cut_connections, eventually, free, on_loop
 from holdings import HOLDER, deliveries, held_by, holding_of, settled
+from interrupted_lines import Interrupted
 from takes import broken_between
 
 from transport import Schema, SharedRingBuffer, UCXXServer, UpTo, _ring
@@ -283,6 +284,23 @@ def test_a_ring_whose_slots_wait_for_groups_says_so(prefix: str, wire: str) -> N
         assert found is not None and found.why is Why.GROUPS and ring.ring_id[:8] in found.text
         holding.give_back(deliveries(samples), delay_s=1e6)
         assert holding.held_by_ring() == {} and rings.crowded(0.0) == []
+
+
+def test_a_close_that_is_interrupted_at_any_line_is_finished_by_the_next_one(
+    ring: SharedRingBuffer, prefix: str, wire: str
+) -> None:
+    write(ring, 3)
+    at, interrupted = 0, True
+    while interrupted:
+        at += 1
+        interrupt = Interrupted(at, (Holding.__module__,))
+        with holding_of(prefix, wire, [SCHEMA]) as holding:
+            assert {each.in_vain for each in held_by(holding, 3)} == {0}
+            with interrupt:
+                holding.close()
+            interrupted = interrupt.left <= 0
+            holding.close()
+            eventually(lambda: ring.native.depth(0)["ready"] == 3, f"all went back, interrupted at line {at}")
 
 
 def test_all_is_written_only_when_nothing_is_on_its_way_back(prefix: str, wire: str) -> None:

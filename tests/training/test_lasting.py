@@ -9,10 +9,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from found_rings import LONG_S, ring_of
-from helpers import NETWORK_WIRE
+from helpers import NETWORK_WIRE, eventually
+from interrupted_lines import Interrupted
 
 from transport import Schema, SharedRingBuffer, Trainer
 from transport.errors import TransportError
+from transport.packer.consumed_record import ConsumedRecord
 from transport.packer.options import ClientOptions
 
 pytestmark = pytest.mark.ucx
@@ -67,3 +69,30 @@ def test_a_trainer_that_cannot_be_made_leaves_neither_loop_nor_client(wrong: dic
     with pytest.raises(TransportError):
         Trainer(**{"schema": SCHEMA, "rings": "rings:nobody-", **wrong})  # type: ignore[arg-type]
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("transport")]
+
+
+@both
+def test_a_close_that_is_interrupted_at_any_line_is_finished_by_the_next_one(
+    ring: SharedRingBuffer, prefix: str, wire: str
+) -> None:
+    of = ("transport.training", "transport.claims.batch", "transport.claims.taken_part")
+    ring.write({"x": np.int64(0)})
+    at, interrupted = 0, True
+    while interrupted:
+        at += 1
+        interrupt = Interrupted(at, of)
+        record = ConsumedRecord()
+        trainer = Trainer(SCHEMA, f"rings:{prefix}", wire={wire}, record=record)  # type: ignore[arg-type]
+        ring.write({"x": np.int64(at)})
+        first, second = trainer.take(1, LONG_S), trainer.take(1, LONG_S)
+        assert first is not None and second is not None
+        assert second.in_vain.tolist() == [0], at
+        first.consume()
+        with interrupt:
+            trainer.close()
+        interrupted = interrupt.left <= 0
+        trainer.close()
+        assert len(record) == 1, at
+        assert trainer.statistics().client.links_in_use == 0 and not trainer._dropped.alive, at
+        eventually(lambda: ring.native.depth(0)["ready"] == 1, "what was not consumed can be claimed")
+        assert ring.native.depth(0)["done"] == at

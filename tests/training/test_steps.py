@@ -777,6 +777,17 @@ def test_a_planner_that_is_started_again_waits_for_no_lease() -> None:
         assert not before.lead() and other.lead()
 
 
+def test_a_planner_whose_leave_was_interrupted_leaves_with_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    with MemoryStore() as store:
+        ranks = [StepRecords(store, "mesh", rank, 2, 60.0) for rank in range(2)]
+        assert ranks[0].lead()
+        once_interrupted(monkeypatch, MemoryStore, "_put_many")
+        with pytest.raises(KeyboardInterrupt):
+            ranks[0].leave()
+        ranks[0].leave()
+        assert ranks[1].lead()
+
+
 @pytest.mark.parametrize(("learned", "state"), [((), "planned"), ((1,), "go")])
 def test_a_step_that_a_rank_has_learned_is_not_read_again_by_all_when_another_rank_starts_again(
     learned: Sequence[int], state: str

@@ -244,11 +244,11 @@ class Holding:
         return self._rings.crowded(_CROWDED)
 
     def close(self) -> None:
-        """Give back what is held and not asked about, uncounted. Idempotent."""
+        """Give back what is held and not asked about, uncounted. Idempotent; after an interrupt call it again."""
         if not self._closed:
-            self._closed = True
             self._rings.rest()
             self.give_back(list(self._held), in_vain=False)
+            self._closed = True  # last, so that after an interrupt the next call finishes
 
     def _end(
         self,

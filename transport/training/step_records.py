@@ -200,8 +200,8 @@ class StepRecords:
     def leave(self) -> None:
         """Let another rank plan."""
         if self._lead is not None:
-            lead, self._lead = self._lead, None
-            self._store.compare_and_set(self._key("planner"), None, lead)
+            self._store.compare_and_set(self._key("planner"), None, self._lead)
+            self._lead = None  # last, so that after an interrupt the next call finishes
 
     def planner(self) -> int | None:
         """Return the rank that plans; None: there is none at the moment."""

@@ -538,13 +538,8 @@ class Trainer:
 
     def close(self) -> None:
         """Give back what was not consumed, and end the connections. Idempotent; after an interrupt call it again."""
-        try:
-            if not self._closed:
-                self._book.settle()
-                self._book.let_go()
-        finally:
-            self._closed = True
-            self._end()
+        self._closed = True  # from here on nothing is taken
+        _all_of([self._end, self._book.let_go, self._book.settle])
 
     def _end(self) -> None:
         """End everything that the trainer began; what has ended stays so."""
@@ -792,13 +787,18 @@ def _end_all(ends: Sequence[Callable[[], object]]) -> None:
 
     An interrupt leaves the rest to the next call: rings that are closed take no answer to what is consumed.
     """
-    failed: Exception | None = None
     with hurry.while_ending():
-        for end in reversed(ends):
-            try:
-                end()
-            except Exception as error:  # the other ends must run, too: each frees something of its own
-                failed = failed or error
+        _all_of(ends)
+
+
+def _all_of(ends: Sequence[Callable[[], object]]) -> None:
+    """Call all of these, the last one first, also after an error; an interrupt leaves the rest to the next call."""
+    failed: Exception | None = None
+    for end in reversed(ends):
+        try:
+            end()
+        except Exception as error:  # the other ends must run, too: each frees something of its own
+            failed = failed or error
     if failed is not None:
         raise failed
 
