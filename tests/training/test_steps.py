@@ -20,9 +20,10 @@ import numpy as np
 import pytest
 from claimed import claim_each
 from found_rings import LONG_S, ring_of
-from helpers import PATIENCE_S, eventually
+from helpers import PATIENCE_S, Child, eventually
 
 from transport import Rollout, Schema, SharedRingBuffer, UpTo, open_rings
+from transport.claims import lead
 from transport.claims.lead import LeadSaid
 from transport.claims.notices import Notice
 from transport.claims.rings import FoundRings
@@ -230,7 +231,7 @@ def test_a_rollout_waits_behind_a_group_while_more_steps_than_it_is_ahead_wait(p
         trainer_of(prefix) as trainer,
     ):
         for group in range(4):
-            rollout.write({"tokens": [group]}, group=f"p{group}", of=1)  # nobody plans yet
+            rollout.write({"tokens": [group]}, group=f"p{group}", of=1, timeout_s=0.0)  # nobody plans yet
         steps = iter(trainer.steps(1))
         step = next(steps)
         eventually(lambda: not rollout.wait_turn(0.0))
@@ -253,6 +254,96 @@ def test_a_rollout_waits_behind_a_group_while_more_steps_than_it_is_ahead_wait(p
         writer.join()
         assert done == ["consumed"] * 3 + ["written"]
         assert rollout.wait_turn() and trainer.statistics().waited_s > 0.0
+
+
+def test_a_rollout_holds_its_own_groups_back_while_nobody_plans(prefix: str, wire: str) -> None:
+    with Rollout(SCHEMA, f"rings:{prefix}", ahead=1, mode="thread", drain_s=0) as rollout:
+
+        def has_turn_behind(group: str) -> bool:
+            for _ in range(2):
+                rollout.write({"tokens": [1]}, group=group, of=2, timeout_s=0.0)
+            return rollout.wait_turn(0.0)
+
+        assert has_turn_behind("p0") and not has_turn_behind("p1")  # each may be a step, as far as it knows
+        with trainer_of(prefix, wire) as trainer:
+            steps = iter(trainer.steps(2))
+            next(steps)
+            eventually(lambda: rollout.wait_turn(0.0), "one step waits")
+        assert rollout.wait_turn(0.0) and not has_turn_behind("p2")  # two groups are one
+
+
+PLANNER = """
+import sys
+from transport import Schema, Trainer, UpTo
+with Trainer(Schema.of(tokens=("int32", UpTo(4096))), sys.argv[1], wire={sys.argv[2]}) as trainer:
+    step = next(iter(trainer.steps(1)))
+    print(*step.groups, flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_a_rollout_holds_its_own_groups_back_when_their_planner_was_killed(prefix: str, wire: str) -> None:
+    with (
+        Rollout(SCHEMA, f"rings:{prefix}", ahead=1, mode="thread", drain_s=0) as rollout,
+        Child(PLANNER, f"rings:{prefix}", wire) as trainer,
+    ):
+        rollout.write({"tokens": [1]}, group="p0", of=1)
+        assert trainer.line() == "p0"
+        rollout.write({"tokens": [1]}, group="p1", of=1, timeout_s=0.0)
+        eventually(lambda: rollout.ring.native.depth(0)["claimed"] == 2 and not rollout.wait_turn(0.0), "2 steps wait")
+        trainer.kill()
+        eventually(lambda: not rollout.wait_turn(0.0), "two groups are nobody's")
+        with trainer_of(prefix, wire) as after:
+            for step in after.steps(1):
+                step.consume()
+                if step.groups == ["p1"]:
+                    break
+            assert rollout.wait_turn()
+
+
+def test_a_rollout_goes_on_and_says_so_when_nothing_is_heard_of_a_trainer(
+    prefix: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(lead, "_ALONE_S", 0.0)
+    with (
+        Rollout(SCHEMA, f"rings:{prefix}", ahead=0, mode="thread", drain_s=0) as rollout,
+        open_rings(f"rings:{prefix}") as rings,
+    ):
+        LeadSaid(rings, 0).say(1)
+        assert rollout.wait_turn()
+        LeadSaid(rings, 0).say(0)
+        rollout.write({"tokens": [1]})
+        assert rollout.ring.native.unread == 1
+    assert [each.name for each in caplog.records if "ahead=" in each.getMessage()] == [lead.__name__]  # once
+
+
+def test_the_end_of_a_group_waits_for_the_next_turn_as_long_as_it_may(
+    prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(lead.Lead, "wait", lambda _, timeout_s: waited.append(timeout_s))
+    with Rollout(SCHEMA, f"rings:{prefix}", ahead=1, mode="thread", drain_s=0) as rollout:
+        rollout.write({"tokens": [1]}, group="p", timeout_s=LONG_S)
+        rollout.end_group("p", timeout_s=LONG_S)
+    [left_s] = waited
+    assert 0.0 < left_s <= LONG_S
+
+
+def test_a_planner_repeats_what_it_said_so_that_rollouts_hear_that_it_is_there(
+    prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_rings(f"rings:{prefix}") as rings:
+        said = LeadSaid(rings, 0)
+        versions = []
+        monkeypatch.setattr(lead, "_REPEAT_S", 0.0)
+        for anew in (True, False, True):
+            if anew:
+                said.again()
+            said.say(2)
+            notice = rings.latest("lead.0")
+            assert notice is not None
+            versions.append(notice.version)
+        assert versions == [0, 0, 1]
 
 
 def test_a_rollout_waits_for_the_slowest_of_several_readers(prefix: str) -> None:

@@ -1,33 +1,58 @@
 """Lead: how many training steps of samples wait in the rings of a run, as its planner says it in a notice.
 
 planner ──say──► notice ──► rollouts, which wait while it is more than their ``ahead``
+
+A planner takes what it plans from, so what nobody has taken no notice counts. A rollout counts that itself, by its own
+groups: while no planner runs it waits with its share of ``ahead`` steps in the ring. Before the first notice it cannot
+know how many groups that is, and counts each as a step.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import deque
+from collections.abc import Iterable
 from typing import Final
 
 import msgspec
 
+from transport import _ring
+from transport.claims.notices import Notice
 from transport.claims.rings import FoundRings
 from transport.errors import ClosedError, TransportError, UsageError
+from transport.ring.buffer import SharedRingBuffer
 from transport.runtime import hurry
+from transport.runtime.decoders import ready
 from transport.runtime.error_text import error_text
-from transport.runtime.logs import LOOK_S, LogLimit
+from transport.runtime.logs import LOOK_S, SAY_AGAIN_S, LogLimit
+from transport.ticket import Ticket
 
 log = logging.getLogger(__name__)
 
 _SLICE_S: Final = 0.5  # of a wait, after which a request to stop is seen
+_LOOK_S: Final = 0.02  # until it is looked again whether a group was taken, which wakes nobody
+_REPEAT_S: Final = 10.0  # of a planner that has nothing new to say
+_ALONE_S: Final = 60.0  # without a sign of a trainer, after which a rollout waits no longer
+_PUBLISHED: Final = (_ring.READY, _ring.READING)
 
 
 def _topic(rank: int) -> str:
     return f"lead.{rank}"
 
 
+class _StepsWaiting(msgspec.Struct, frozen=True, array_like=True):
+    """Steps that wait, and how many groups of each ring a step has."""
+
+    steps: int
+    share: int
+
+
+ready(_StepsWaiting)
+
+
 class LeadSaid:
-    """A planner's notices of how many steps wait. It repeats a number only after `again`.
+    """A planner's notices of how many steps wait. It repeats them only after `again`.
 
     Args:
         rank: of the readers for whom it plans.
@@ -36,34 +61,42 @@ class LeadSaid:
     def __init__(self, rings: FoundRings, rank: int) -> None:
         self._rings = rings
         self._topic = _topic(rank)
-        self._said: int | None = None
+        self._said: _StepsWaiting | None = None
+        self._repeat_at = 0.0
         self._failed = LogLimit()
 
     def again(self) -> None:
-        """Repeat the next number even if it is unchanged: another planner may have announced one since."""
+        """Say the next number even if it is unchanged: another planner may have announced one since."""
         self._said = None
 
-    def say(self, steps: int) -> None:
-        """Say that so many steps wait, where that is new. Rings at addresses have no notices: there nobody hears it."""
-        if steps == self._said:
+    def say(self, steps: int, share: int = 1) -> None:
+        """Say that so many steps wait, where that is new. Rings at addresses have no notices: there nobody hears it.
+
+        Args:
+            share: groups of a step that each ring has, in the mean.
+        """
+        said = _StepsWaiting(steps, share)
+        if said == self._said:
             return
         try:
-            before, number = self._rings.latest(self._topic), msgspec.msgpack.encode(steps)
-            if before is None or before.payload != number:
-                self._rings.announce(self._topic, 0 if before is None else before.version + 1, number)
+            before, payload, now = self._rings.latest(self._topic), msgspec.msgpack.encode(said), time.monotonic()
+            if before is None or before.payload != payload or now >= self._repeat_at:
+                self._rings.announce(self._topic, 0 if before is None else before.version + 1, payload)
+                self._repeat_at = now + _REPEAT_S
         except UsageError:
             log.debug("rollouts do not hear how many steps wait: %r have no notices", self._rings)
         except (TransportError, OSError) as error:  # a hint; it is said again soon
             if not isinstance(error, ClosedError) and self._failed.due() is not None:
                 log.warning("rollouts with ahead= do not hear how many steps wait: %s", error_text(error))
             return
-        self._said = steps
+        self._said = said
 
 
 class Lead:
-    """Messages of a planner, as a rollout hears them.
+    """Messages of a planner, as a rollout hears them, and the groups of the rollout that nobody has taken.
 
     Args:
+        ring: of the rollout.
         most: steps that may wait.
         readers: ranks that read each payload.
 
@@ -71,28 +104,88 @@ class Lead:
         UsageError: these rings have no notices.
     """
 
-    def __init__(self, rings: FoundRings, most: int, readers: int) -> None:
+    def __init__(self, rings: FoundRings, ring: SharedRingBuffer, most: int, readers: int) -> None:
         self._rings = rings
+        self._ring = ring
         self._most = most
         self._topics = [_topic(rank) for rank in range(readers)]
+        self._share = 1  # groups of this ring that are a step
+        self._completed: deque[tuple[int, int]] = deque(maxlen=ring.slot_count)  # by slot and generation
         self._said = LogLimit()
+        self._alone_said = LogLimit(SAY_AGAIN_S)
         rings.latest(self._topics[0])
+
+    def completed(self, last: Iterable[Ticket]) -> None:
+        """Note groups that have all their samples, by the last one of each."""
+        self._completed.extend((each.slot, each.generation) for each in last)
 
     def wait(self, timeout_s: float | None) -> bool:
         """Wait until at most so many steps wait. False: the time is over, or a signal has asked the program to stop.
 
-        Where no trainer plans steps, nobody waits.
+        It ends, too, where nothing is heard of a trainer for a minute: perhaps none plans steps.
         """
-        begun = time.monotonic()
+        begun = heard = time.monotonic()
         give_up = float("inf") if timeout_s is None else begun + timeout_s
+        while self._is_untaken(self._most * self._share):
+            why = f"no trainer has taken its last {self._most * self._share + 1} groups"
+            if (ended := self._ended(begun, heard, give_up, why)) is not None:
+                return ended
+            time.sleep(_LOOK_S)
         for topic in self._topics:
-            notice = self._rings.latest(topic)
-            while notice is not None and (steps := msgspec.msgpack.decode(notice.payload, type=int)) > self._most:
-                left_s = give_up - time.monotonic()
-                if left_s <= 0 or hurry.stop_requested():
-                    return False
-                if time.monotonic() > begun + LOOK_S and self._said.due() is not None:
-                    log.info("this rollout waits: %d steps of samples wait, and ahead= is %d", steps, self._most)
+            heard, notice = time.monotonic(), self._rings.latest(topic)
+            while notice is not None and (steps := self._steps(notice)) > self._most:
+                if (ended := self._ended(begun, heard, give_up, f"{steps} steps of samples wait")) is not None:
+                    return ended
+                left_s = max(0.0, give_up - time.monotonic())
                 newer = self._rings.latest(topic, notice.version, min(left_s, _SLICE_S))
-                notice = self._rings.latest(topic) if newer is None else newer  # it ends with its planner
+                if newer is None:
+                    notice = self._rings.latest(topic)  # it ends with its planner
+                else:
+                    heard, notice = time.monotonic(), newer
         return True
+
+    def _ended(self, begun: float, heard: float, give_up: float, why: str) -> bool | None:
+        """Return what a wait ends with; None: it goes on."""
+        now = time.monotonic()
+        if now >= give_up or hurry.stop_requested():
+            return False
+        if now >= heard + _ALONE_S:
+            if self._alone_said.due() is not None:
+                log.warning(
+                    "this rollout goes on, although %s and ahead= is %d: nothing was heard of a trainer for %.0f s. "
+                    "Start the trainer, in another process or thread, or leave ahead= out where none plans steps",
+                    why,
+                    self._most,
+                    now - heard,
+                )
+            return True
+        if now >= begun + LOOK_S and self._said.due() is not None:
+            log.info("this rollout waits: %s, and ahead= is %d", why, self._most)
+        return None
+
+    def _steps(self, notice: Notice) -> int:
+        """Return how many steps wait, as the notice says it."""
+        try:
+            said = msgspec.msgpack.decode(notice.payload, type=_StepsWaiting)
+        except msgspec.MsgspecError:  # of another version of this package
+            return 0
+        self._share = said.share
+        return said.steps
+
+    def _is_untaken(self, later: int) -> bool:
+        """Tell whether nobody has taken the group that was completed before so many others.
+
+        Trainers take the oldest of a ring first, so that all later ones wait as well.
+        """
+        if len(self._completed) <= later:
+            return False
+        slot, generation = self._completed[-1 - later]
+        native = self._ring.native
+        info = native.info(slot)
+        if info.generation != generation or info.state not in _PUBLISHED:
+            return False
+        ranks = range(info.readers)
+        if any(info.done >> rank & 1 for rank in ranks):
+            return False
+        holders = {native.claim_word(slot, rank)[0] for rank in ranks} - {-1}
+        return not holders or not any(owner.alive for owner in native.owners() if owner.index in holders)

@@ -101,7 +101,8 @@ class UCXXRolloutMixin(WithBlock):
             readers: how many ranks read each payload; with ``RingOptions(consumers=…)`` all of theirs.
             ahead: how many training steps may wait in the rings when this rollout begins a group: behind the last
                 sample of one, `write` waits until there are no more, so that what is sampled next is trained on before
-                it is too old. Of a run with a directory, or of this host; None: no limit.
+                it is too old. While no trainer plans steps it waits with its own share of these steps, and a minute
+                for each group more. Of a run with a directory, or of this host; None: no limit.
             mode: of the server, see `UCXXServer`; "thread" is for tests.
             ring, server: further choices, for example ``server=ServerOptions(ports=(7001, 7002))``.
                 What these leave out of settings, addresses, wires and secret is the operator's configuration
@@ -163,7 +164,7 @@ class UCXXRolloutMixin(WithBlock):
             if run is not None:
                 run.hand_out(made)
             if run is not None and ahead is not None:
-                self._ucxx_lead = Lead(run, ahead, readers)
+                self._ucxx_lead = Lead(run, made, ahead, readers)
             self._ucxx_groups = {}
             self._ucxx_seen = set()
             self._ucxx_named = set()
@@ -287,7 +288,7 @@ class UCXXRolloutMixin(WithBlock):
             with spans.span("transport.write", "PRODUCER", payloads=1) as of_write:
                 ticket = _carrying(of_write, [metadata], lambda each: write(*each))
         self._count_group(group, of, 1)
-        self._wait_behind(group, give_up)
+        self._wait_behind(group, [ticket], give_up)
         return ticket
 
     def write_many_to_buffer(
@@ -330,7 +331,7 @@ class UCXXRolloutMixin(WithBlock):
                 tickets = batch.write_all(write_some)
             finally:
                 self._count_group(group, of, len(batch.published))
-        self._wait_behind(group, give_up)
+        self._wait_behind(group, tickets if group is None else tickets[-1:], give_up)
         return tickets
 
     def _count_group(self, group: str | None, of: int | None, count: int) -> None:
@@ -353,10 +354,11 @@ class UCXXRolloutMixin(WithBlock):
             of: how many samples the group has, where several rollouts have written some; None: a trainer waits for
                 those of this rollout, and a second for others.
         """
+        give_up = None if timeout_s is None else time.monotonic() + timeout_s
         ring, says = self.ring, end_of(group, of, self._ucxx_groups.get(group))
         ticket = self._written(lambda timeout_s: ring.mark(says, timeout_s=timeout_s), timeout_s)
         self._ucxx_groups.pop(group, None)
-        self._wait_behind(group, None if timeout_s is None else time.monotonic())
+        self._wait_behind(group, [ticket], give_up)
         return ticket
 
     def wait_turn(self, timeout_s: float | None = None) -> bool:
@@ -371,9 +373,10 @@ class UCXXRolloutMixin(WithBlock):
         seconds(timeout_s, "timeout_s of wait_turn()")
         return self._ucxx_lead is None or self._ucxx_lead.wait(timeout_s)
 
-    def _wait_behind(self, group: str | None, give_up: float | None) -> None:
-        """Wait for the next turn, unless more samples of this group come."""
+    def _wait_behind(self, group: str | None, last: Sequence[Ticket], give_up: float | None) -> None:
+        """Wait for the next turn, unless more samples of this group come. Without a group each payload is one."""
         if self._ucxx_lead is not None and (group is None or group not in self._ucxx_groups):
+            self._ucxx_lead.completed(last)
             self.wait_turn(None if give_up is None else max(0.0, give_up - time.monotonic()))
 
     def returned(self) -> list[str]:

@@ -18,6 +18,7 @@ back to a checkpoint have steps behind it.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -113,6 +114,7 @@ class Planner:
         self._model = learned
         self._learned = learned.copied()  # and what it saw consumed
         self._lead = lead
+        self._share = terms.groups  # of a step, in each ring
         self._counts = counts
         self._assembly = Assembly(timeout_s=terms.group_timeout_s, short=terms.incomplete == "short")
         self._term = 0  # of this rank as the planner; 0: another one plans
@@ -160,6 +162,7 @@ class Planner:
             term = self._records.lead()
             self._renew_at = now + _RENEW_S
             self._lead.again()
+            self._share = math.ceil(self._terms.groups / max(1, len(self._holding.rings())))
             if term != self._term:
                 self._stop()
                 self._begin(term)
@@ -191,7 +194,7 @@ class Planner:
         if self._may_plan():
             self._plan(now, over)
         waiting = sum(not self._model.has(number) for number in self._steps)
-        self._lead.say(waiting + len(self._assembly.complete) // self._terms.groups)
+        self._lead.say(waiting + len(self._assembly.complete) // self._terms.groups, self._share)
 
     def close(self, learned: Collection[int] = ()) -> None:
         """Consume what is learned, give the rest back, and let another rank plan.
@@ -205,7 +208,7 @@ class Planner:
                 if self._end is not None and self._records.everybody_has_seen(self._end):
                     for number in [*self._done, self._end]:
                         self._records.forget(number)
-                self._lead.say(0)  # nobody waits for a planner that is gone
+                self._lead.say(0, self._share)  # nobody waits for a planner that is gone
             self._records.leave()
         except StoreError as error:  # who plans next finds in the records what was learned
             log.warning("the store of the steps does not answer at the close: %s", error_text(error))
