@@ -120,8 +120,8 @@ class Ring:
     def create(
         name: str, slot_count: int, slot_capacity: int, fingerprint: bytes, *, file: str = "", synced: bool = False
     ) -> Ring:
-        """In a ``file`` (an absolute path) the name leads there, and all of the above is said of the file; LayoutError
-        then also of what is no ring. ``synced``: `publish` syncs first."""
+        """Create a segment. With a ``file`` (an absolute path) the name leads there, and all of the above is said of
+        the file; LayoutError then also of what is no ring. ``synced``: `publish` syncs first."""
     @staticmethod
     def attach(name: str, role: int, *, writable_payload: bool = False) -> Ring: ...
     def close(self) -> None:
@@ -138,7 +138,7 @@ class Ring:
     @property
     def lent(self) -> int: ...  # loans that have not ended
     def end_reading(self) -> None:
-        """At the end of the process: end what a closed ring has lent to be read. Its memory stays mapped."""
+        """End what a closed ring has lent to be read, at the end of the process. Its memory stays mapped."""
     def unlink_if_last(self, *, readers_may_stay: bool = False, gives_up_to: int = ...) -> bool:
         """Remove the segment's name if no other owner (or none but readers) is alive and no other process keeps it.
 
@@ -162,7 +162,7 @@ class Ring:
         """Try to become the ring's supervisor, of which there is one at a time; True if it is this attachment now."""
     @property
     def supervised(self) -> bool:
-        """Whether a living process, or this one, is the ring's supervisor."""
+        """Return whether a living process, or this one, is the ring's supervisor."""
     @property
     def still_named(self) -> bool:
         """False: closed, or the segment was removed, or its name is that of a newer one."""
@@ -175,7 +175,7 @@ class Ring:
     def try_overwrite(self) -> Loan | None:
         """oldest READY, which no owner pins → WRITING, generation+1."""
     def pin(self, slot: int, generation: int, rank: int) -> int:
-        """A pin, which goes with a `Loan` of the slot, or with this attachment."""
+        """Return a pin, which goes with a `Loan` of the slot, or with this attachment."""
     @overload
     def begin_read(self, slot: int, generation: int, key: int, length: int, rank: int) -> Loan | int: ...
     @overload
@@ -206,7 +206,7 @@ class Ring:
         most_attempts: int = 0,
         consumer: str = "",
     ) -> ClaimedBatch:
-        """Up to ``most`` payloads that are unclaimed for this rank, the oldest first; waits for the first one.
+        """Claim up to ``most`` payloads that are unclaimed for this rank, the oldest first; waits for the first one.
 
         No more than ``most_bytes``, unless the first one alone has more. What is older than ``oldest_version``, was
         claimed ``most_attempts`` times (0: no limit) or is past its deadline is ended and logged instead. Claims of
@@ -218,9 +218,9 @@ class Ring:
         Every claim, and every end of one, is a sign of life.
         """
     def heard(self) -> None:
-        """A sign of life, and nothing else."""
+        """Give a sign of life, and nothing else."""
     def outcome(self, token: int, slot: int, generation: int, rank: int, attempts: int) -> int:
-        """What became of a claim that the connection of this token finished.
+        """Return the outcome of a claim that the connection of this token finished.
 
         0: unknown, 1: undecided as long as its listener is at it, 2: accepted, 3: refused. What has not been consumed
         by now is not consumed any more for that connection.
@@ -229,30 +229,30 @@ class Ring:
     def wait_any(
         rings: Sequence[Ring], seen: Sequence[int], timeout_s: float, bell: Bell | None = None, rung: int = 0
     ) -> None:
-        """Until a `published_event`, or the bell's `rung`, differs from what was seen of it; returns early now and
+        """Wait until a `published_event`, or the bell's `rung`, differs from what was seen; return early now and
         then."""
     def due_s(self, rank: int) -> float:
         """Seconds until the earliest delay ends that the last claim for this rank came upon; centuries: none."""
     def claim_word(self, slot: int, rank: int) -> tuple[int, int]:
-        """Who holds this rank's delivery, an owner's place or -1, and how often it was claimed."""
+        """Return who holds this rank's delivery, an owner's place or -1, and how often it was claimed."""
     def depth(self, rank: int) -> dict[str, int]:
         """Deliveries of a rank: ready, claimed; since the ring was made: done, discarded, dead, aged, retried, expired
         (claims that ended with their holder)."""
     def failures(self) -> list[tuple[int, int, int, int, str, str, str, int]]:
-        """The last that ended without being consumed, the latest published first: slot, generation, rank, attempts,
+        """Return the last that ended unconsumed, the latest published first: slot, generation, rank, attempts,
         how, reason, consumer, sequence."""
 
     # --- looking ---------------------------------------------------------------------------------
     def info(self, slot: int) -> SlotInfo: ...
     def note(self, slot: int, generation: int) -> bytes | None: ...
     def payload(self, slot: int) -> memoryview:
-        """The slot's payload area, slot_capacity bytes; writable only where mapped so. Keeps the mapping alive."""
+        """Return the slot's payload area of slot_capacity bytes, writable where mapped so. Keeps the mapping alive."""
     def state_counts(self) -> tuple[int, int, int, int]: ...
     @property
     def unread(self) -> int:
         """Payloads that a rank has not consumed; one that all consumed may still be READING, for a view of it."""
     def counters(self) -> dict[str, int]:
-        """Sums over all owners, living and dead: takes, overwrites, publishes, aborts, pins, unpins,
+        """Return sums over all owners, living and dead: takes, overwrites, publishes, aborts, pins, unpins,
         consumes, late_finalises, discards, reclaimed_writing, reclaimed_reading, stale_pins, full_waits,
         bytes_published, torn, and bytes read by wire: bytes_mapped, bytes_shm, bytes_tcp, bytes_rdma, bytes_cuda.
         takes + overwrites = publishes + aborts + reclaimed_writing + slots in WRITING; an overwrite is no take,
@@ -260,10 +260,10 @@ class Ring:
         sum one short."""
     def count(self, name: str, amount: int) -> None: ...
     def own_count(self, name: str) -> int:
-        """A counter's share of this owner place, earlier owners of it included; of an observer: of all observers."""
+        """Return a counter's share of this owner place, earlier owners included; of an observer: of all observers."""
     def owners(self) -> list[OwnerInfo]: ...
     def own_pins(self, slot: int) -> int:
-        """How often this attachment pins the slot."""
+        """Count the pins of this attachment on the slot."""
     def heartbeat(self) -> None: ...
 
     # --- what listeners and writers tell each other ------------------------------------------------
@@ -277,7 +277,7 @@ class Ring:
     # --- the end of data ---------------------------------------------------------------------------
     @property
     def ended(self) -> bool:
-        """Whether the writer has said that it writes nothing more. A writer that takes the ring over takes it back."""
+        """True when the writer has said that it writes nothing more. One that takes the ring over takes it back."""
     @property
     def drained(self) -> bool:
         """Ended, and every payload is consumed or given up."""
@@ -291,7 +291,7 @@ class Ring:
     def freed_event(self) -> int:
         """Value of the event counter that every freed slot advances."""
     def wait_freed(self, seen: int, timeout_s: float) -> bool:
-        """Until the counter differs from seen. False after timeout_s."""
+        """Wait until the counter differs from seen. False after timeout_s."""
     def published_event(self) -> int: ...
     def wait_published(self, seen: int, timeout_s: float) -> bool: ...
 
@@ -310,7 +310,7 @@ class Loan(Buffer):
     def __buffer__(self, flags: int, /) -> memoryview: ...
     def __len__(self) -> int: ...
     def __init__(self, ring: Ring, slot: int, generation: int, length: int) -> None:
-        """Of a payload that the ring has pinned."""
+        """Make the lease of a payload that the ring has pinned."""
     def publish(
         self,
         length: int,
@@ -320,9 +320,9 @@ class Loan(Buffer):
         note: bytes,
         policy_version: int | None = None,
     ) -> bool:
-        """WRITING, mine → READY, and end. False: it was not WRITING, or had ended."""
+        """Publish, WRITING, mine → READY, and end. False: it was not WRITING, or had ended."""
     def release(self) -> bool:
-        """WRITING, mine → FREE; or unpin; and end. False: it had ended."""
+        """Give up, WRITING, mine → FREE, or unpin; and end. False: it had ended."""
     def consume(self, rank: int) -> bool:
         """Consume and unpin in one swap, and end. False: it had ended, or the rank was consumed elsewhere."""
 
@@ -333,9 +333,9 @@ class OwnedClaims:
     begin: int  # the first position
     def __len__(self) -> int: ...
     def take(self, count: int) -> OwnedClaims:
-        """The first ``count`` of them, which the new object owns from here on."""
+        """Return the first ``count`` of them, which the new object owns from here on."""
     def settled(self) -> None:
-        """They have ended: nothing goes back."""
+        """Note that they have ended: nothing goes back."""
 
 @final
 class DroppedClaims:
@@ -345,11 +345,11 @@ class DroppedClaims:
     def fileno(self) -> int:
         """Readable while there are any."""
     def owned(self, number: int, count: int) -> OwnedClaims:
-        """The owner of positions 0..count-1 of what the caller knows by this number."""
+        """Return the owner of positions 0..count-1 of what the caller knows by this number."""
     def close(self) -> None:
         """Every claim has ended: from here on nothing is noted. Idempotent."""
     def take(self) -> list[tuple[int, int, int]]:
-        """Number, first and last position + 1 of each drop, once."""
+        """Take number, first and last position + 1 of each drop, once."""
 
 @final
 class WritePlan:
@@ -365,7 +365,7 @@ class WritePlan:
     ) -> None:
         """fields: name, dtype, shape, itemsize, ragged and optional of each tensor; then what all tickets share."""
     def add(self, values: object, metadata: bytes | None) -> bool:
-        """False, nothing added: not a dict of contiguous arrays that are exactly as the fields say."""
+        """Add a payload. False, nothing added: not a dict of contiguous arrays that are exactly as the fields say."""
     def add_placed(
         self,
         total: int,
@@ -374,7 +374,7 @@ class WritePlan:
         middle: bytes | None,
         metadata: bytes | None,
     ) -> None:
-        """A payload by the offset and memory of each tensor, ascending."""
+        """Add a payload by the offset and memory of each tensor, ascending."""
     def largest(self) -> tuple[int, int]:
         """Bytes of the largest payload, and of the longest note that one may get."""
     def write(
@@ -388,7 +388,7 @@ class WritePlan:
     ) -> int:
         """Publish, into the lease first, until no slot is free; how many payloads are left."""
     def notes(self, first: int) -> list[bytes]:
-        """The encoded tickets of those that are published, from this one on."""
+        """Return the encoded tickets of those that are published, from this one on."""
     def __len__(self) -> int: ...
 
 @final
@@ -414,15 +414,15 @@ class ClaimedBatch(Buffer):
     def __len__(self) -> int: ...
     def __bool__(self) -> bool: ...
     def place(self, index: int) -> tuple[Any, int]:
-        """This object, and where the payload's bytes begin in its memory."""
+        """Return this object, and where the payload's bytes begin in its memory."""
     def strange(self, fingerprint: str) -> list[int]:
-        """The payloads whose tickets name another schema, but for those that cannot be read."""
+        """Return the payloads whose tickets name another schema, but for those that cannot be read."""
     def marked(self, text: bytes) -> list[int]:
-        """The payloads whose tickets have this text."""
+        """Return the payloads whose tickets have this text."""
     def columns(self, out: Any) -> None:
         """BATCH_COLUMNS, a row of int64 for each."""
     def empty(self) -> list[int]:
-        """The payloads without bytes."""
+        """Return the payloads without bytes."""
     def measure(self, fields: BatchFields, out: Any) -> list[int]:
         """Numbers in tickets of the counted tensors, a row of int64 for each; the payloads that do not fit."""
     def gather(
@@ -431,22 +431,22 @@ class ClaimedBatch(Buffer):
         """Copy each field to its memory: bytes from row to row, of the first row, packed, pattern behind a payload's
         rows; None: it stays where it is. The payloads whose checksum is wrong."""
     def verify(self) -> list[int]:
-        """The payloads whose checksum is wrong."""
+        """Return the payloads whose checksum is wrong."""
     def finish(self, keep: bool = False) -> bytes:
         """Consume: 1 for each whose claim was held, else 0; the same when it is called again. ``keep``: the memory of
         those that count stays until `release`, or the end of this object."""
     def renew(self) -> int:
         """`Ring.heard`; how many are held."""
     def consume(self, index: int) -> bool:
-        """The payload leaves the batch, consumed. False: others have it."""
+        """Take the payload out of the batch, consumed. False: others have it."""
     def drop(self, index: int, reason: str, dead: bool, consumer: str = "", delay_s: float = 0.0) -> None:
-        """The payload leaves the batch, dead or to be claimed again after the delay."""
+        """Take the payload out of the batch, dead or to be claimed again after the delay."""
     def divide(self) -> list[ClaimedBatch]:
         """Each payload as a batch of its own; this one has none then."""
     def release(self, delay_s: float = 0.0, in_vain: bool = True) -> None:
         """Give back what was not finished, after the delay, and let kept memory go. Idempotent."""
     def note(self, index: int) -> bytes:
-        """The encoded ticket."""
+        """Return the encoded ticket."""
 
 RECEIVED_ROWS: tuple[str, ...]
 TAKEN_FIELDS: tuple[tuple[str, str], ...]
@@ -462,46 +462,46 @@ class ReceivedPayloads:
         BATCH_COLUMNS."""
     @overload
     def __init__(self, answer: Any, count: int, own: dict[int, Any] | None) -> None:
-        """The payloads of an answer to a TAKE that was found to fit, verified; ``own``: by position, memory of those
+        """Have the payloads of an answer to a TAKE that fits, verified; ``own``: by position, memory of those
         that did not come with it; None: no bytes were asked for."""
     @overload
     def __init__(self, other: ReceivedPayloads, count: int) -> None:
-        """The first payloads of another one, which has the others from here on."""
+        """Have the first payloads of another one, which keeps the others."""
     def __len__(self) -> int: ...
     def columns(self, out: Any) -> None:
-        """As `ClaimedBatch.columns`."""
+        """Do as `ClaimedBatch.columns`."""
     def strange(self, fingerprint: str) -> list[int]:
-        """As `ClaimedBatch.strange`."""
+        """Do as `ClaimedBatch.strange`."""
     def empty(self) -> list[int]:
-        """As `ClaimedBatch.empty`."""
+        """Do as `ClaimedBatch.empty`."""
     def measure(self, fields: BatchFields, out: Any) -> list[int]:
-        """As `ClaimedBatch.measure`."""
+        """Do as `ClaimedBatch.measure`."""
     def gather(
         self, fields: BatchFields, targets: list[tuple[Any, int, int, bool, bytes] | None], verify: bool
     ) -> list[int]:
-        """As `ClaimedBatch.gather`."""
+        """Do as `ClaimedBatch.gather`."""
     def verify(self) -> list[int]:
-        """The payloads whose checksum is wrong."""
+        """Return the payloads whose checksum is wrong."""
     def leave(self, index: int) -> None:
-        """The payload leaves the batch."""
+        """Take the payload out of the batch."""
     def marked(self, text: bytes) -> list[int]:
-        """As `ClaimedBatch.marked`."""
+        """Do as `ClaimedBatch.marked`."""
     def place(self, index: int) -> tuple[Any, int]:
-        """The piece that has the payload's bytes, and where they begin in it."""
+        """Return the piece that has the payload's bytes, and where they begin in it."""
     def note(self, index: int) -> bytes:
-        """The encoded ticket."""
+        """Return the encoded ticket."""
 
 def copy(destination: Buffer, source: Buffer) -> None:
     """Contiguous bytes to contiguous bytes of the same length."""
 
 def check_tree(data: Buffer, most_depth: int, most_values: int) -> str | None:
-    """What is wrong with these bytes as a MessagePack tree whose extensions hold arrays; None: nothing."""
+    """Say what is wrong with these bytes as a MessagePack tree whose extensions hold arrays; None: nothing."""
 
 def checksum(data: Buffer) -> int:
     """XXH3, 64 bits."""
 
 def slot_key(secret: bytes, slot: int, generation: int) -> int:
-    """The unguessable key of one payload: SipHash-2-4 of slot and generation (u32, little-endian) under the secret."""
+    """Return a payload's unguessable key: SipHash-2-4 of slot and generation (u32, little-endian) under the secret."""
 
 @final
 class Checksum:
@@ -538,7 +538,7 @@ class BufferPool:
 
     def __init__(self, most_idle_bytes: int = 1 << 30) -> None: ...
     def take(self, size: int) -> Block:
-        """A block of exactly ``size`` bytes, its content whatever was there. MemoryError."""
+        """Return a block of exactly ``size`` bytes, its content whatever was there. MemoryError."""
     def clear(self) -> None:
         """Let go of everything idle."""
     idle_bytes: int  # kept for the next payloads, at most most_idle_bytes
@@ -552,7 +552,7 @@ class Event:
     """A futex counter in the first 4 bytes of a file, mapped shared: wakes other processes without polling."""
 
     def __init__(self, path: str) -> None:
-        """Opens or makes the file (mode 0600)."""
+        """Open or make the file (mode 0600)."""
     def value(self) -> int: ...
     def advance(self) -> None:
         """Add one and wake every waiter."""
@@ -564,7 +564,7 @@ def segments() -> list[str]:
 
 # test build only
 def set_fault(point: str, signal: int, after: int = 0) -> None:
-    """At the named step, after it was passed `after` times, send `signal` to this process."""
+    """Send `signal` to this process at the named step, after it was passed `after` times."""
 
 def report_faults(descriptor: int) -> None:
     """Write "process point signal" there, one line, before a signal is sent."""

@@ -40,7 +40,7 @@ ERR_CONNECTION_RESET: int
 
 def status_text(status: int) -> str: ...
 def knows_cuda_memory(context: int) -> bool:
-    """Whether the context (a ucp_context_h) tells CUDA memory from the host's."""
+    """Return whether the context (a ucp_context_h) tells CUDA memory from the host's."""
 
 # outcomes of a read beside 0 and the listener's refusals (1 to 255)
 WRONG_CHECKSUM: int
@@ -59,11 +59,11 @@ class Engine:
     def __init__(self, context: int, worker: int, owner: object) -> None:
         """``context`` is a ucp_context_h, ``worker`` a ucp_worker_h of it, ``owner`` what keeps both."""
     def drop_unexpected(self) -> None:
-        """From now on drop what no receive stands for. A `Service` sorts: what its clients ask ahead is kept."""
+        """Drop from now on what no receive stands for. A `Service` sorts: what its clients ask ahead is kept."""
     def drive(self, spin_s: float) -> list[tuple[Any, Any]]:
         """Progress without the GIL. Unless it is ``armed`` after that, call it again soon."""
     def collect(self) -> list[tuple[Any, Any]]:
-        """What has come to an end, without progress."""
+        """Collect what has come to an end, without progress."""
     def close(self) -> list[tuple[Any, Any]]:
         """Abort every endpoint, close the listeners; UCX is out of all memory. Idempotent."""
 
@@ -84,7 +84,7 @@ class Endpoint:
     def receive_stream(self, token: object, memory: _Memory) -> None: ...
     def abort(self) -> None: ...
     def probe(self) -> bool:
-        """Whether an empty message, which has no receiver, left without waiting."""
+        """Return whether an empty message, which has no receiver, left without waiting."""
     def transports(self) -> list[tuple[str, str]]: ...
 
 @final
@@ -148,8 +148,8 @@ def room_for(most: int, most_bytes: int) -> int:
     """Bytes of the longest answer to a TAKE."""
 
 def taken(memory: object, count: int) -> tuple[bytes, bytes, bool]:
-    """Of an answer to a TAKE of so many payloads: rows of `wire.TAKEN`; where each ticket and then where each joined
-    payload begins, 64 bits each; whether all are joined.
+    """Return, of an answer to a TAKE of so many payloads, rows of `wire.TAKEN`; where each ticket and then where each
+    joined payload begins, 64 bits each; whether all are joined.
     """
 
 # outcomes of a connection's ``ended``
@@ -158,7 +158,7 @@ END_INTERNAL: int
 
 @final
 class Service:
-    """What the connections of a listener share: the ring, limits, attempts by payload."""
+    """Service that the connections of a listener share: the ring, limits, attempts by payload."""
 
     draining: bool  # while it is set, reads are told that the listener is busy
     inline_limit: int  # bytes up to which a payload is joined to its answer; fewer once the payloads are registered

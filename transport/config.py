@@ -69,7 +69,7 @@ class Configuration(OperatorSettings, frozen=True, forbid_unknown_fields=True, k
     log_format: LogFormat = "text"
 
     def __rich_repr__(self) -> list[tuple[str, Any]]:
-        """For repr: every field, the store without its password, which must not appear in a log."""
+        """Return every field for repr, the store without its password, which must not appear in a log."""
         return [(key, without_password(getattr(self, key))) for key in self.__struct_fields__]
 
     def __repr__(self) -> str:
@@ -174,7 +174,7 @@ def load(environment: Mapping[str, str] | None = None, folder: Path | None = Non
 
 
 def configuration() -> Configuration:
-    """The configuration of this process, read anew. Raises as `load`."""
+    """Return the configuration of this process, read anew. Raises as `load`."""
     return load().configuration
 
 
@@ -184,12 +184,12 @@ def lease_or_configured(lease_s: float | None) -> float:
 
 
 def variable_of(key: str) -> str:
-    """The environment variable of a key."""
+    """Return the environment variable of a key."""
     return f"{PREFIX}{key.upper()}"
 
 
 def shown(value: object) -> str:
-    """A value as one writes it in the environment, without passwords; what is not set is a dash."""
+    """Return a value as one writes it in the environment, without passwords; what is not set is a dash."""
     if isinstance(value, tuple):
         return ",".join(map(str, value)) or "-"
     if isinstance(value, float):
@@ -198,7 +198,7 @@ def shown(value: object) -> str:
 
 
 def without_password(value: Any) -> Any:
-    """A setting's value; in place of the password in a URL there are three dots."""
+    """Return a setting's value; in place of the password in a URL there are three dots."""
     return _PASSWORD.sub(r"\1...@", value) if isinstance(value, str) else value
 
 
@@ -230,7 +230,7 @@ def _check_known(key: str, where: str, spelt: typing.Callable[[str], str]) -> No
 
 
 def _converted(key: str, value: Any, where: str, *, strict: bool) -> Any:
-    """The value in its field's type; ``strict=False``: from the text of an environment variable."""
+    """Return the value in its field's type; ``strict=False``: from the text of an environment variable."""
     kind = _TYPES[key]
     several = typing.get_origin(kind) is tuple
     if strict and several and isinstance(value, str):

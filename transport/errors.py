@@ -265,7 +265,7 @@ class StopRequestedError(RingFullError):
 
 
 class NoOwnerError(RingError):
-    """Live processes hold all 16 owner numbers of the ring."""
+    """All 16 owner numbers of the ring belong to live processes."""
 
     retryable = True
 

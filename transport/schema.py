@@ -72,7 +72,7 @@ _BYTES: Final = np.dtype(np.uint8)
 
 
 def wrong_shape(shape: Sequence[int], dtype: np.dtype[Any]) -> str | None:
-    """Why no array of a payload has this shape; None: one may."""
+    """Say why no array of a payload has this shape; None: one may."""
     if len(shape) > MAX_DIMENSIONS:
         return f"{len(shape)} dimensions; at most {MAX_DIMENSIONS} are allowed"
     nbytes = dtype.itemsize
@@ -161,7 +161,7 @@ class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.ragged or self.optional
 
     def count(self, entries: int | None) -> int:
-        """The number in a ticket of a counted tensor: of so many entries (any number, if not ragged), or absent."""
+        """Return the number in a ticket of a counted tensor of so many entries (any, if not ragged), or absent."""
         if entries is None:
             return 0
         return (entries if self.ragged else 0) + self.optional
@@ -172,7 +172,7 @@ class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.count(self.shape[0] if self.ragged else 0)
 
     def __str__(self) -> str:
-        """The tensor's line of the canonical text, such as `obs float32 (<=500,4)`."""
+        """Return the tensor's line of the canonical text, such as `obs float32 (<=500,4)`."""
         return f"{self.name} {self._coded} ({'<=' if self.ragged else ''}{','.join(map(str, self.shape))})"
 
     @property
@@ -180,12 +180,12 @@ class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return f"{self.dtype}{'?' if self.optional else ''}"
 
     def row(self) -> _Row:
-        """The tensor in an encoded schema."""
+        """Return the tensor in an encoded schema."""
         return self.name, self._coded, self.shape, self.ragged
 
     @classmethod
     def of_row(cls, row: _Row) -> TensorSpec:
-        """The tensor that `row` made this of. SchemaError."""
+        """Return the tensor that `row` made this of. SchemaError."""
         name, dtype, shape, ragged = row
         optional = isinstance(dtype, str) and dtype.endswith("?")
         return cls(name, dtype[:-1] if optional else dtype, shape, ragged, optional)
@@ -303,7 +303,7 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
         return {spec.name: spec.kind for spec in self.tensors if spec.kind}
 
     def only(self, fields: Iterable[str]) -> Schema:
-        """The schema of these fields alone, in this schema's order. SchemaError for a name that it does not have."""
+        """Return the schema of these fields alone, in this schema's order. SchemaError for a name that it lacks."""
         wanted = [] if isinstance(fields, str | bytes) or not isinstance(fields, Iterable) else list(fields)
         if not wanted or not all(isinstance(each, str) for each in wanted):
             raise SchemaError(f"only() got {_short(fields)}: give names of fields, such as {list(self.names[:2])}")
@@ -328,12 +328,12 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
         return hashlib.blake2b(str(self).encode("ascii"), digest_size=16).hexdigest()
 
     def __str__(self) -> str:
-        """The canonical text: a line with version and alignment, then one line for each tensor."""
+        """Return the canonical text: a line with version and alignment, then one line for each tensor."""
         lines = [f"transport schema {_VERSION}, alignment {ALIGNMENT}", *map(str, self.tensors)]
         return "".join(f"{line}\n" for line in lines)
 
     def layout(self, lengths: tuple[int, ...] = ()) -> PayloadLayout:
-        """The layout of a payload whose ticket has these lengths, in the order of `counted`: see `TensorSpec.count`.
+        """Return the layout of a payload whose ticket has these lengths, in `counted`'s order: see `TensorSpec.count`.
 
         SchemaError when there are not as many lengths as counted tensors, or one is outside 0..maximum.
         """
@@ -381,7 +381,7 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
 
     @cached_property
     def _units(self) -> tuple[tuple[str, np.dtype[Any], tuple[int, ...], int, bool, str, bool], ...]:
-        """For each tensor name, dtype, shape and bytes, if it is ragged those of one of its rows, whether it is, its
+        """Name, dtype, shape and bytes of each tensor, if it is ragged those of one of its rows, whether it is, its
         kind, and whether it is optional: a reader computes the layout of every payload.
         """
         units = []
@@ -406,7 +406,7 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
 
     @classmethod
     def decode(cls, data: bytes) -> Schema:
-        """The schema that `encode` made these bytes of. SchemaError for anything else."""
+        """Return the schema that `encode` made these bytes of. SchemaError for anything else."""
         if not isinstance(data, bytes | bytearray | memoryview):
             raise SchemaError(f"{_short(data)} is no schema: give the bytes of encode()")
         if len(data) <= _REMEMBERED_BYTES:
@@ -420,7 +420,7 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Schema:
-        """The schema in this JSON; `ragged` and `optional` may be left out. SchemaError says which part is wrong."""
+        """Return the schema in this JSON; `ragged` and `optional` may be omitted. SchemaError says what is wrong."""
         if not isinstance(text, str | bytes):
             raise SchemaError(f"{_short(text)} is no JSON: give text or bytes")
         _check_size(text)
@@ -431,7 +431,7 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
 
 
 def difference(schema: Schema, others: Iterable[Schema]) -> str:
-    """The first field in which a schema differs from the nearest of the others; "": there is no other."""
+    """Return the first field in which a schema differs from the nearest of the others; "": there is no other."""
     rows = [str(spec) for spec in schema.tensors]
     nearest: tuple[int, str] | None = None
     for other in others:
@@ -447,7 +447,7 @@ def difference(schema: Schema, others: Iterable[Schema]) -> str:
 # Payloads of a ring without a schema bring the same few descriptions again and again. Frozen, so they can be shared.
 @lru_cache(maxsize=256)
 def schema_of_rows(rows: tuple[_Row, ...]) -> Schema:
-    """The schema of these (name, dtype, shape, ragged), made once for the same rows. SchemaError."""
+    """Return the schema of these (name, dtype, shape, ragged), made once for the same rows. SchemaError."""
     return Schema(tuple(map(TensorSpec.of_row, rows)))
 
 
@@ -478,7 +478,7 @@ def _check_size(document: str | bytes) -> None:
 
 
 def _short(value: object) -> str:
-    """The value as text for messages, shortened: it may be of any size and type."""
+    """Return the value as text for messages, shortened: it may be of any size and type."""
     try:
         text = repr(value)
     except ValueError:  # an int of more digits than Python prints

@@ -89,7 +89,7 @@ class Settings(OperatorSettings, frozen=True, forbid_unknown_fields=True, kw_onl
         return self
 
     def broken_rule(self) -> str:
-        """The first rule that does not hold, with the names of its settings; "": all hold."""
+        """Return the first rule that does not hold, with the names of its settings; "": all hold."""
         for name in self.__struct_fields__:
             value, may_be_zero = getattr(self, name), name in _MAY_BE_ZERO
             if not (0 < value < math.inf or (may_be_zero and value == 0)):

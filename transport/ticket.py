@@ -73,7 +73,7 @@ class _Row(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Names one payload: where it is, what it looks like, and the key to it. TicketError when a field is out of range.
+    """Name of one payload: its place, its form, and the key to it. TicketError when a field is out of range.
 
     Attributes:
         ring: id of the ring, 32 hexadecimal digits.
@@ -139,7 +139,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     # --- naming --------------------------------------------------------------------------------
     @property
     def identity(self) -> tuple[str, int, int]:
-        """Identifies the payload: (ring, slot, generation). Never used twice."""
+        """Identity of the payload: (ring, slot, generation). Never used twice."""
         return self.ring, self.slot, self.generation
 
     @property
@@ -174,7 +174,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def name(self) -> str:
-        """For logs: `1f3a…/17@42` is slot 17, generation 42, of the ring whose id starts with 1f3a."""
+        """Name for logs: `1f3a…/17@42` is slot 17, generation 42, of the ring whose id starts with 1f3a."""
         return f"{self.ring[:4]}…/{self.slot}@{self.generation}"
 
     def __hash__(self) -> int:
@@ -196,7 +196,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             )
 
     def layout(self, schema: Schema | None = None) -> PayloadLayout:
-        """The layout of the payload, by the inline schema or else by `schema`, the reader's own.
+        """Return the layout of the payload, by the inline schema or else by `schema`, the reader's own.
 
         SchemaError when there is neither, `schema` has another fingerprint, or lengths or size do not fit it.
         """
@@ -213,7 +213,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return self._layout_by(schema)
 
     def fields(self, schema: Schema | None = None) -> tuple[Placement, ...]:
-        """The payload's fields: name, dtype, shape, and how many bytes each has. Arguments and errors: see `layout`."""
+        """Return the payload's fields: name, dtype, shape and bytes of each. Arguments and errors: see `layout`."""
         return self.layout(schema).placements
 
     def _layout_by(self, chosen: Schema) -> PayloadLayout:
@@ -251,7 +251,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @staticmethod
     def head_of(place: tuple[str, str, str, tuple[str, ...], tuple[int, ...]]) -> bytes:
-        """How `encode` begins for every ticket with this ring, segment, host, addresses and ports."""
+        """Return the beginning of `encode` for every ticket with this ring, segment, host, addresses and ports."""
         if not isinstance(place, tuple) or len(place) != 5:
             raise TicketError("give a tuple of ring, segment, host, addresses and ports")
         _check_place(*place[:4])
@@ -261,7 +261,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @classmethod
     def decode(cls, data: bytes) -> Ticket:
-        """The ticket that `encode` made these bytes of. TicketError for anything else."""
+        """Return the ticket that `encode` made these bytes of. TicketError for anything else."""
         if not isinstance(data, bytes):
             raise TicketError(f"a {type(data).__name__} is not a ticket; give the bytes of encode()")
         if len(data) > _ring.NOTE_CAPACITY or len(data) < 3 or data[:2] != _MAGIC:
@@ -286,7 +286,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Ticket:
-        """The ticket in this JSON. TicketError says which field is wrong."""
+        """Return the ticket in this JSON. TicketError says which field is wrong."""
         if not isinstance(text, str | bytes):
             raise TicketError(f"a {type(text).__name__} is not a ticket; give the text of to_json()")
         if len(text) > MAX_JSON_BYTES:
@@ -300,7 +300,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @classmethod
     def parse(cls, source: str | bytes) -> Ticket:
-        """A ticket in any of its forms: the bytes of `encode`, or the text of `to_text` or `to_json`. TicketError."""
+        """Return a ticket from any of its forms: bytes of `encode`, or text of `to_text` or `to_json`. TicketError."""
         if not isinstance(source, str | bytes):
             raise TicketError(
                 f"a {type(source).__name__} is not a ticket; give the bytes of encode() or the text of to_text()"
@@ -323,13 +323,13 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @classmethod
     def of(cls, source: Ticket | str | bytes) -> Ticket:
-        """A ticket as it is, any other form of one by `parse`. TicketError."""
+        """Return a ticket as it is, any other form of one by `parse`. TicketError."""
         return source if isinstance(source, Ticket) else cls.parse(source)
 
 
 @cache
 def host_identity() -> str:
-    """Identifies this host until its next boot: the kernel's boot id, in all of its containers.
+    """Return what identifies this host until its next boot: the kernel's boot id, in all of its containers.
 
     Where /proc does not have it, the host's name, marked as such.
     """
@@ -340,7 +340,7 @@ def host_identity() -> str:
 
 
 def memory_identity() -> str:
-    """Identifies the memory in which this process makes segments: who has the same one can map them.
+    """Return what identifies the memory in which this process makes segments: who has the same one can map them.
 
     That takes one host, one /dev/shm, which containers of a host seldom share, and one user.
     """
@@ -389,7 +389,7 @@ def _hexadecimal(what: str, value: str) -> None:
 
 @lru_cache(maxsize=256)
 def _check_place(ring: str, segment: str, host: str, addresses: tuple[str, ...], fingerprint: str = NO_SCHEMA) -> None:
-    """Cached, because all tickets of a ring have the same values. Texts only: 1 equals True and 1.0."""
+    """Check texts, cached, because all tickets of a ring have the same. Texts only: 1 equals True and 1.0."""
     _hexadecimal("ring", ring)
     _hexadecimal("schema_fingerprint", fingerprint)
     _check_tuple("addresses", addresses, MAX_ADDRESSES)

@@ -65,7 +65,7 @@ _NOT_UD = "^ud,dc"
 
 
 def named_wires(wanted: Wire | Iterable[Wire]) -> frozenset[Wire]:
-    """The wires that a caller names. Raises UsageError for an unknown name, and for no name."""
+    """Return the wires that a caller names. Raises UsageError for an unknown name, and for no name."""
     try:
         names = {str(wanted)} if isinstance(wanted, str) else set(wanted)
     except TypeError as error:

@@ -58,7 +58,7 @@ class RingBackend:
             return self._made(slot_bytes).write(values).to_text()
 
     def fetch(self, shards: list[Any]) -> list[Any]:
-        """The tensors of some shards, in their order, in memory of their own."""
+        """Return the tensors of some shards, in their order, in memory of their own."""
         found: dict[int, Any] = {}
         for outcome in self._client.read_many([shard.shard_id for shard in shards]):
             if outcome.payload is None:

@@ -40,7 +40,7 @@ class Transport(CheckpointEngine):  # type: ignore[misc]  # nemo_rl has no types
         self._version = 0
 
     def prepare(self) -> Any:
-        """The description of this worker."""
+        """Return the description of this worker."""
         return self._engine.prepare()
 
     def init_policy_process_group(

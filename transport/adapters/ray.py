@@ -192,7 +192,7 @@ class RayStore(Store):
 
 
 def open_rings(name: str, *, namespace: str = NAMESPACE, lease_s: float = LEASE_S) -> FoundRings:
-    """The rings of a run as its queue, found by the directory that `start_directory` started under this name.
+    """Return the rings of a run as its queue, found by the directory that `start_directory` started under this name.
 
     Args:
         lease_s: how long a ring whose host died stays in the directory.

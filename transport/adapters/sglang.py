@@ -50,7 +50,7 @@ _members: dict[str, tuple[Any, BarrierRank]] = {}  # by function: a worker proce
 
 
 def address(barrier: UpdateBarrier, shards: str, version: int, phase: Phase, **options: Any) -> np.ndarray[Any, Any]:
-    """A uint8 array for `update_weights_from_tensor` (torch.from_numpy makes a tensor of it).
+    """Return a uint8 array for `update_weights_from_tensor` (torch.from_numpy makes a tensor of it).
 
     Args:
         shards: "module:function" that exists in SGLang's workers.

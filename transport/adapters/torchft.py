@@ -81,7 +81,7 @@ class PayloadTransport(CheckpointTransport[Any]):  # type: ignore[misc]  # torch
         self._until = 0.0  # by the monotonic clock, when it is not offered any more
 
     def metadata(self) -> str:
-        """Where receivers ask for the state of a step."""
+        """Return where receivers ask for the state of a step."""
         return f"{self._address}:{self._store.port}"
 
     def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta) -> None:
@@ -114,7 +114,7 @@ class PayloadTransport(CheckpointTransport[Any]):  # type: ignore[misc]  # torch
             self._sent.close()
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
-        """The state of a step.
+        """Return the state of a step.
 
         DistStoreError, DistNetworkError: the sender has not offered it in time, or cannot be reached. An error of the
         read: the sender ended meanwhile. UsageError: it has a DTensor, and `state_dict` has none in its place.

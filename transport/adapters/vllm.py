@@ -45,7 +45,7 @@ BACKEND = "payload_transport"
 
 @dataclass
 class WorkerInit(WeightTransferInitInfo):  # type: ignore[misc]  # vllm's are not there when types are checked
-    """For `init_weight_transfer_engine`: fields of `UpdateBarrier`, the function, and options of `WeightsEngine`."""
+    """Input of `init_weight_transfer_engine`: fields of `UpdateBarrier`, the function, options of `WeightsEngine`."""
 
     barrier: dict[str, Any] = field(repr=False)  # the URL of its store may contain a password
     shards: str = ""
@@ -54,7 +54,7 @@ class WorkerInit(WeightTransferInitInfo):  # type: ignore[misc]  # vllm's are no
 
 @dataclass
 class Update(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """For `update_weights`: "stage" begins to receive a version, and returns; "commit" loads it."""
+    """Argument of `update_weights`: "stage" begins to receive a version, and returns; "commit" loads it."""
 
     version: int
     phase: str
@@ -62,7 +62,7 @@ class Update(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 @dataclass
 class Init(TrainerInitInfo):  # type: ignore[misc]
-    """For `trainer_init`, on every trainer rank.
+    """Argument of `trainer_init`, on every trainer rank.
 
     barrier: fields of `UpdateBarrier`. version: of the last update, where a trainer goes on with its numbers.
     pause: "abort", "wait" or "keep", around the load; "": running requests go on.
@@ -119,10 +119,10 @@ class Receiver(WeightTransferEngine[WorkerInit, Update]):  # type: ignore[misc]
         self._member = BarrierRank(rank, sends=False, load=load, **init_info.options)
 
     def start_weight_update(self) -> None:
-        """Nothing: weights change in one call of `receive_weights`."""
+        """Do nothing: weights change in one call of `receive_weights`."""
 
     def finish_weight_update(self) -> None:
-        """Nothing: see `start_weight_update`."""
+        """Do nothing: see `start_weight_update`."""
 
     def receive_weights(self, update_info: Update) -> None:
         """Begin to receive a version, or load it. Raises what the load raised, here or on another rank."""

@@ -1,4 +1,4 @@
-"""Where figures were measured: machine, versions, and the UCX settings in force."""
+"""Place where figures were measured: machine, versions, and the UCX settings in force."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class BenchProcess:
             self._process.stdin.flush()
 
     def answer(self) -> Any:
-        """The next line that it prints.
+        """Return the next line that it prints.
 
         Raises:
             LinkError: it ended, or does not answer; with the last line of what it said.
@@ -128,7 +128,7 @@ def last_line(output: bytes) -> str:
 def run_group(
     command: Sequence[str], environment: Mapping[str, str], timeout_s: float, *, tidy_s: float = 0.0
 ) -> bytes:
-    """Standard output of a program; it and all of its process group end with the call.
+    """Return a program's standard output; it and all of its process group end with the call.
 
     tidy_s: that the group gets after SIGTERM, where it is ended. A compiler removes its unfinished output then.
 

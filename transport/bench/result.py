@@ -126,7 +126,7 @@ class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def table(rows: Sequence[Row], skipped: dict[str, str]) -> str:
-    """The rows as text, by size and concurrency, fastest first."""
+    """Return the rows as text, by size and concurrency, fastest first."""
     lines = []
     groups = sorted({(row.size_bytes, row.concurrency) for row in rows})
     for size, concurrency in groups:

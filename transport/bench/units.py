@@ -39,12 +39,12 @@ def parse_size(text: str) -> int:
 
 
 def parse_sizes(texts: str) -> list[int]:
-    """The sizes of a comma-separated list, in order. Raises as `parse_size`."""
+    """Return the sizes of a comma-separated list, in order. Raises as `parse_size`."""
     return sorted({parse_size(text) for text in texts.split(",")})
 
 
 def parse_numbers(option: str, texts: str, least: int, most: int) -> list[int]:
-    """The whole numbers of a comma-separated option, in order. UsageError for others, and beyond the limits."""
+    """Return the whole numbers of a comma-separated option, in order. UsageError for others, and beyond the limits."""
     try:
         numbers = [int(text) for text in texts.split(",")]
     except ValueError:
@@ -55,7 +55,7 @@ def parse_numbers(option: str, texts: str, least: int, most: int) -> list[int]:
 
 
 def parse_names(option: str, names: str, known: Sequence[str]) -> list[str]:
-    """The names of a comma-separated option, in the order of ``known``. UsageError: one that is none of them."""
+    """Return the names of a comma-separated option, in the order of ``known``. UsageError: one that is none of them."""
     wanted = {name.strip() for name in names.split(",")}
     if not wanted <= set(known):
         raise UsageError(f"{option} {names}: choose some of {', '.join(known)}, separated by commas")
@@ -63,7 +63,7 @@ def parse_names(option: str, names: str, known: Sequence[str]) -> list[str]:
 
 
 def show_size(size: int) -> str:
-    """The size in the largest binary unit that divides it: "64 KiB"."""
+    """Return the size in the largest binary unit that divides it: "64 KiB"."""
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
         if size % unit == 0:
             return f"{size // unit} {name}"

@@ -51,7 +51,7 @@ class Verdict(enum.IntEnum):
 
 
 class End(msgspec.Struct, frozen=True):
-    """How claims are to end; reason and consumer stand in the ring's log of failures.
+    """End of claims, as it is asked for; reason and consumer stand in the ring's log of failures.
 
     What cannot be sent is refused here, before the loop is told: Python's own error for a wrong type. Halves of
     surrogate pairs, which UTF-8 does not have and names of files may, are question marks.

@@ -223,14 +223,14 @@ class ClaimConnection:
         return number, taken
 
     def take_back(self, number: int) -> None:
-        """The demand of this number need not wait any longer: its answer comes now, with what is on its way."""
+        """Take the demand of this number back: its answer comes now, with what is on its way."""
         if not self.lost:
             self.link.tell([Record(Kind.CANCEL_TAKE, slot=number)])
 
     def _came(
         self, taken: asyncio.Future[TakenPart], buffer: Any, verify: bool, contents: bool, number: int, outcome: Any
     ) -> None:
-        """The answer to a demand. What has come whole needs no task."""
+        """Handle the answer to a demand. What has come whole needs no task."""
         try:
             answer, whole = self._answer(outcome, buffer, verify, number)
             if whole or not contents:
@@ -263,7 +263,7 @@ class ClaimConnection:
         return _Answer(rows, notes, wrong, buffer, verify, *self._client.hold(self, rows)), whole
 
     async def _read_apart(self, answer: _Answer) -> TakenPart:
-        """The payloads, once those that did not come with the answer are read."""
+        """Return the payloads, once those that did not come with the answer are read."""
         try:
             with _given_back_on_error(answer.claims):
                 read, failed = await self._read(answer)
@@ -277,7 +277,7 @@ class ClaimConnection:
 
     @staticmethod
     def _part(answer: _Answer, read: Mapping[int, Any] | None, wrong: Sequence[int]) -> TakenPart:
-        """The payloads of an answer, but for those that cannot be used, which go back."""
+        """Return the payloads of an answer, but for those that cannot be used, which go back."""
         memory = memoryview(answer.buffer).toreadonly()
         part = TakenPart(answer.claims, answer.owned, memory, len(answer.rows), read)
         for at in reversed(wrong):
@@ -285,7 +285,7 @@ class ClaimConnection:
         return part
 
     async def _read(self, answer: _Answer) -> tuple[dict[int, Any], list[int]]:
-        """The payloads that did not come with the answer, by position; and the positions of those that failed.
+        """Return the payloads that did not come with the answer, by position; and the positions of those that failed.
 
         One whose ticket cannot be decoded has no bytes: who uses it ends its claim.
         """
@@ -334,7 +334,7 @@ class ClaimConnection:
         return failed
 
     def _changed(self, count: int) -> None:
-        """So many payloads came with bytes that had changed."""
+        """Count payloads that came with bytes that had changed."""
         self._client.checksum_failures += count
         log.warning(
             "%d payloads from %s arrived with other bytes than were written; they go back and come again",
@@ -436,7 +436,7 @@ class ClaimConnection:
             raise ConnectionLostError(f"{self!r}: its connection is gone, and every claim with it")
 
     async def _outcome(self, future: asyncio.Future[Any], limit_s: float) -> Any:
-        """The future's, of a request for payloads. When it does not come in time, the connection ends."""
+        """Return the future's outcome, of a request for payloads. If it does not come in time, the connection ends."""
         try:
             async with asyncio.timeout(limit_s):
                 return await future
@@ -484,18 +484,18 @@ class ClaimConnections:
 
     @property
     def schemas(self) -> list[Schema]:
-        """That the client was given."""
+        """Schemas that the client was given."""
         return list(self.known.values())
 
     @property
     def routes(self) -> Routes:
-        """Where listeners said that rings are served."""
+        """Routes on which listeners said that rings are served."""
         return self._all.routes
 
     # --- connections --------------------------------------------------------------------------------
 
     async def open(self, port: PortKey, segment: str | None = "") -> ClaimConnection:
-        """A connection of the caller's own, who ends it with `leave`. ``segment``: see `Links.open_apart`.
+        """Return a connection of the caller's own, who ends it with `leave`. ``segment``: see `Links.open_apart`.
 
         SchemaError: the ring there is of a schema that this client was not given; nothing was claimed.
         """
@@ -553,13 +553,13 @@ class ClaimConnections:
 
     # --- claims -------------------------------------------------------------------------------------
     def hold(self, connection: ClaimConnection, rows: Rows) -> tuple[ClaimedRows, _ring.OwnedClaims]:
-        """The claims of these rows, and their owner: what is open goes back with it."""
+        """Return the claims of these rows, and their owner: what is open goes back with it."""
         assert asyncio._get_running_loop() is self._loop, "connections belong to their client's loop"
         number = next(self._numbers)
         return ClaimedRows(connection, rows, number, self._held), self._dropped.owned(number, len(rows))
 
     def held(self) -> list[ClaimedRows]:
-        """The claims that have no end; any thread."""
+        """Return the claims that have no end; any thread."""
         return list(self._held.values())
 
     def _return_dropped(self) -> None:

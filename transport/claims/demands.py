@@ -120,7 +120,7 @@ class Demands:
 
     @property
     def faults(self) -> dict[str, TransportError]:
-        """Why a place is not connected, by its name."""
+        """Reasons why a place is not connected, by its name."""
         known = list(self._known.items())
         return {name: place.fault for name, place in known if place.fault is not None}
 
@@ -269,13 +269,13 @@ class Demands:
         self._turn()
 
     def _note(self, name: str, error: BaseException) -> None:
-        """An error that is none of this package's."""
+        """Note an error that is none of this package's."""
         self._known.get(name, _Known()).fault = InternalError(f"{name}: {type(error).__name__}: {error}")
         if self._log_limit.due() is not None:
             log.error("taking payloads from %s failed, and is tried again", name, exc_info=error)
 
     def _ports(self, place: RingAddress, ring: str) -> list[PortKey]:
-        """Where the place's ring may be served, in the order of this trainer: all ports of its first address first."""
+        """List where the place's ring may be served, in this trainer's order: all ports of its first address first."""
         ports = list(dict.fromkeys((*place.ports, *self._all.routes.ports_said(ring))))
         begin = self._spread % len(ports) if ports else 0
         addresses = [each for each in place.addresses if place.segment is not None or not is_loopback(each)]
@@ -326,7 +326,7 @@ class Demands:
         self._turn()
 
     def _failed(self, name: str, link: ClaimConnection, error: BaseException) -> None:
-        """A demand was not made, or has no answer that brings anything."""
+        """Note that a demand was not made, or has no answer that brings anything."""
         if isinstance(error, TransportError) and not self._closed:
             self._all.failed(link, error)
         match error:

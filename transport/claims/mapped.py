@@ -62,7 +62,7 @@ class RingsOfHost:
         return f"<RingsOfHost {len(self._rings)} attached>"
 
     def add(self, ring: SharedRingBuffer) -> None:
-        """A ring of this process, which closes it itself."""
+        """Add a ring of this process, which closes it itself."""
         if ring.native.owner < 0:
             raise UsageError(f"ring {ring.ring_id[:8]} is attached as an observer, which claims nothing")
         with self._lock:
@@ -70,7 +70,7 @@ class RingsOfHost:
             self._ranked = {}
 
     def rings(self, schemas: frozenset[str]) -> list[SharedRingBuffer]:
-        """To claim from: those with payloads of these schemas (none: of any)."""
+        """Return the rings to claim from: those with payloads of these schemas (none: of any)."""
         fit = _fitting(schemas)
         return [
             ring
@@ -138,7 +138,7 @@ class RingsOfHost:
                 self._ranked = {}
 
     def served(self, schemas: frozenset[str], *, mapped: bool) -> Mapping[str, RingAddress]:
-        """Where rings with payloads of these schemas are asked, those that ``mapped`` claims are of excepted."""
+        """Return where rings with payloads of these schemas are asked, except those that ``mapped`` claims are of."""
         with self._lock:
             known = {ring.ring_id for ring in self.rings(schemas)} if mapped else set()
             places = self._places.served(known, self._names() if mapped else ())
@@ -256,7 +256,7 @@ class RingsOfHost:
             }
 
     def elsewhere(self) -> dict[str, RingAddress]:
-        """Where rings are served that are not on this host, by their ids."""
+        """Return where rings are served that are not on this host, by their ids."""
         with self._lock:
             seen = {ring.ring_id for ring in self.seen()}
             return {ring: place for ring, place in self._places.served(seen).items() if ring not in seen}

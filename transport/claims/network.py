@@ -122,7 +122,7 @@ class NetworkSource:
         return claims
 
     async def _started(self, rank: int | str, thread: LoopThread) -> _Rank:
-        """The demands of a rank, which are made once."""
+        """Return the demands of a rank, which are made once."""
         if self._claims is None:
             self._claims = self._own_claims(thread)
         if (known := self._ranks.get(rank)) is not None:
@@ -241,7 +241,7 @@ class NetworkSource:
         return Reached(rings, faults, named, barred)
 
     def slots(self) -> dict[str, int]:
-        """How many slots each ring has that demands are connected to."""
+        """Return how many slots each ring has that demands are connected to."""
         return {each.ring: each.link.slots for of in list(self._ranks.values()) for each in of.demands.connections}
 
     def ended(self) -> tuple[dict[str, bool], set[str]]:
@@ -256,7 +256,7 @@ class NetworkSource:
         return ended, living
 
     def written(self) -> set[str]:
-        """The rings of `ended` that are not done, and whose writers have said that they write nothing more."""
+        """Return the rings of `ended` that are not done, and whose writers have said that they write nothing more."""
         self._come_after_what_was_told()
         linked = [each for of in list(self._ranks.values()) for each in of.demands.connections]
         return {each.ring for each in linked if each.written}
@@ -267,7 +267,7 @@ class NetworkSource:
             self._thread.run(asyncio.sleep(0))
 
     def ring_at(self, place: RingAddress) -> str:
-        """The ring that was met at an address; "": none."""
+        """Return the ring that was met at an address; "": none."""
         return "" if self._claims is None else self._claims.routes.ring_at((place.addresses[0], place.ports[0]))
 
     # --- counts ---------------------------------------------------------------------------------------
@@ -323,7 +323,7 @@ class NetworkSource:
 
 
 def summed(counts: Mapping[tuple[str, int, str], int], rank: int | None, but: set[str]) -> Counter[str]:
-    """By name, of a rank or of all, without some rings."""
+    """Return the sums by name, of a rank or of all, without some rings."""
     sums: Counter[str] = Counter()
     for (ring, of, name), amount in list(counts.items()):
         sums[name] += amount * (ring not in but and rank in (None, of))

@@ -92,16 +92,16 @@ class NoNotices:
     """Notices of rings that are known by their addresses alone: none."""
 
     def announce(self, topic: str, version: int, payload: bytes) -> bool:
-        """Refused."""
+        """Raise UsageError."""
         raise UsageError("rings at addresses have no notices: open rings+redis://…, or announce in a store")
 
     def latest(self, topic: str, newer_than: int | None, timeout_s: float, closed: Flag) -> Notice | None:
-        """Refused."""
+        """Raise UsageError."""
         self.announce(topic, 0, b"")
         return None
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: nothing is held."""
 
 
 class StoreNotices:
@@ -136,7 +136,7 @@ class StoreNotices:
             entry = self._store.watch(key, entry.version if entry else ABSENT, min(left_s, _SLICE_S))
 
     def close(self) -> None:
-        """The store is its owner's."""
+        """Leave the store open: it is its owner's."""
 
 
 def beside(kind: Literal["notices", "offers"], run: str, topic: str) -> str:
@@ -226,7 +226,7 @@ class RingNotices:
                     ring.native.wait_published(event, min(left_s, _SLICE_S))
 
     def _observer(self, name: str) -> SharedRingBuffer | None:
-        """An observer of the segment that has this name now, and an owner that lives."""
+        """Return an observer of the segment that has this name now, and an owner that lives."""
         with self._lock:
             seen = self._seen.get(name)
             if seen is not None and not seen.native.still_named:

@@ -36,7 +36,7 @@ _CODES = (frames.UNKNOWN, _AGAIN, 0, 1)  # by `Ring.outcome`
 
 
 class Served(NamedTuple):
-    """Where a ring was found at the moment.
+    """Place where a ring was found at the moment.
 
     Attributes:
         ports: of its listeners.
@@ -48,7 +48,7 @@ class Served(NamedTuple):
 
 
 class Outcomes:
-    """Asks for the outcomes of one client's finishes, wherever listeners have said that the ring is served."""
+    """Questions for the outcomes of one client's finishes, wherever listeners have said that the ring is served."""
 
     def __init__(self, links: Links, settings: Settings) -> None:
         self._links = links
@@ -56,7 +56,7 @@ class Outcomes:
         self._closed = asyncio.Event()
 
     def close(self) -> None:
-        """The client is closed: nothing is asked again."""
+        """Ask nothing again: the client is closed."""
         self._closed.set()
 
     @property
@@ -68,7 +68,7 @@ class Outcomes:
     async def of(
         self, broken: Link, rows: Rows, served: Callable[[], Served] = Served, again: bool = False
     ) -> list[int]:
-        """A code for each row, of claims that were finished through a link which is broken: 0 is accepted.
+        """Return a code for each row, of claims that were finished through a link which is broken: 0 is accepted.
 
         Rows whose attempts have `frames.END_ASKED` are about an END.
 
@@ -148,7 +148,7 @@ class Outcomes:
         return codes
 
     def _ports(self, broken: Link, found: Served) -> list[PortKey]:
-        """Where its ring may be, at its own port last: the listener there may hang."""
+        """List where its ring may be, at its own port last: the listener there may hang."""
         host, own = broken.port
         said = ((host, port) for port in self._links.routes.ports_said(broken.ring) if port != own)
         return list(dict.fromkeys((*found.ports, *said, broken.port)))

@@ -1,4 +1,4 @@
-"""Where the rings of a run are: their segments on this host, addresses, or a directory. Blocks while a store does.
+"""Places of the rings of a run: their segments on this host, addresses, or a directory. Blocks while a store does.
 
 rings:NAME                       the rings of this host that belong to NAME (`belongs`): NAME, NAME-a, not NAME1-a
 rings://host:port,host:port      what is served at these addresses
@@ -41,7 +41,7 @@ _STORE_MOST_S: Final = LEASE_S * 2 / 3
 
 
 def default_prefix() -> str:
-    """With this the names of rings begin that are handed out where no queue was chosen.
+    """Return the beginning of the names of rings that are handed out where no queue was chosen.
 
     Two runs on one host must not get each other's payloads. The setting ``run`` names a run; without it, SLURM's job
     does, which all processes of a run share. The name ends with a character that no run's name has: what belongs to
@@ -52,7 +52,7 @@ def default_prefix() -> str:
 
 
 class RingAddress(NamedTuple):
-    """Where one ring is served: any address with any port.
+    """Addresses and ports of one ring: any address with any port.
 
     Attributes:
         ring: its id; "": whatever is served there.
@@ -66,7 +66,7 @@ class RingAddress(NamedTuple):
 
 
 class Discovery:
-    """Where rings are found. This one finds none: a queue that is given its rings looks for none."""
+    """Source of a run's rings. This one finds none: a queue that is given its rings looks for none."""
 
     prefix: str = ""  # with which a writer's new ring is to be named, so that it is found; "": any name will do
     directory: Directory | None = None  # where a writer's server is to be published, so that it is found
@@ -83,7 +83,7 @@ class Discovery:
         return []
 
     def served(self, mapped: Collection[str], names: Collection[str] = ()) -> Mapping[str, RingAddress]:
-        """Where the others answer; without the rings of these ids, whose segments have these ``names``."""
+        """Return where the others answer; without the rings of these ids, whose segments have these ``names``."""
         return {}
 
     def unseen(self) -> Mapping[str, str]:
@@ -99,7 +99,7 @@ class Discovery:
         return {}
 
     def others(self) -> list[str]:
-        """Where rings of other runs are found on this host, as URLs."""
+        """List where rings of other runs are found on this host, as URLs."""
         return []
 
     def close(self) -> None:
@@ -133,7 +133,7 @@ class Observed:
         self.unseen: dict[str, str] = {}  # by name, why this process could not look
 
     def look(self, names: Collection[str]) -> dict[str, SharedRingBuffer]:
-        """An observer of each of these segments that can be seen. Others are left."""
+        """Return an observer of each of these segments that can be seen. Others are left."""
         wanted = set(names)
         for name, ring in list(self._rings.items()):
             gone = not ring.native.still_named
@@ -225,12 +225,12 @@ class OnThisHost(Discovery):
         return [name for name in _ring.segments() if belongs(name, self.prefix)]
 
     def others(self) -> list[str]:
-        """By the names of segments that other processes write: what this one writes is no other run."""
+        """List other runs by the segments that other processes write: what this one writes is no other run."""
         names = {name for name in set(_ring.segments()) - set(self.segments()) if run_of(name)}
         return sorted({run_of(ring.name) for ring in each_observed(names) if _of_another(ring)})
 
     def served(self, mapped: Collection[str], names: Collection[str] = ()) -> Mapping[str, RingAddress]:
-        """By what the segments say of their listeners. Segments of these ``names`` are not looked at."""
+        """Return what the segments say of their listeners. Segments of these ``names`` are not looked at."""
         found = {}
         for ring in self._observed.look([name for name in self.segments() if name not in names]).values():
             with contextlib.suppress(ClosedError):
@@ -243,7 +243,7 @@ class OnThisHost(Discovery):
         return found
 
     def unseen(self) -> Mapping[str, str]:
-        """By the last look of `served`."""
+        """Return the segments that the last look of `served` could not look at."""
         return self._observed.unseen
 
     def close(self) -> None:
@@ -358,11 +358,11 @@ class InDirectory(Discovery):
         return served
 
     def ended(self) -> Mapping[str, bytes]:
-        """By what they wrote into the directory."""
+        """Return the rings whose ends are written into the directory."""
         return {ring: said.fingerprint for ring, said in self._ended.items()}
 
     def ended_before(self) -> Mapping[str, float]:
-        """By the first look into the directory."""
+        """Return the ends that the first look into the directory found."""
         return self._before
 
     def close(self) -> None:

@@ -288,7 +288,7 @@ class FoundRings:
         self._network.rest_at_once()
 
     def _waited(self, rank: int | str, give_up: float, here: Sequence[Ranked]) -> bool:
-        """After a look that found nothing: whether the time is over. Raises then what is this process's own fault."""
+        """Return whether the time is over, after a look that found nothing; raise what is this process's own fault."""
         self._has_waited = True
         if self._waiting.due():
             with contextlib.suppress(TransportError):  # the caller meets it
@@ -304,11 +304,11 @@ class FoundRings:
         return True
 
     def why_nothing(self, rank: int | str | None = None) -> NoPayloadReason | None:
-        """Why there is nothing to claim at the moment; None: its rings are there, and their turn is next."""
+        """Say why there is nothing to claim at the moment; None: its rings are there, and their turn is next."""
         return reason(self._known(rank))
 
     def slots(self) -> dict[str, int]:
-        """How many slots each ring has that payloads are claimed from."""
+        """Return how many slots each ring has that payloads are claimed from."""
         here = {ring.ring_id: ring.slot_count for ring in self._here.rings(self._schemas)} if self._maps else {}
         return {**self._network.slots(), **here}
 
@@ -531,7 +531,7 @@ class FoundRings:
         return [ring.name for ring in self._here.seen()]
 
     def not_counted(self) -> dict[str, RingAddress]:
-        """The rings, by id, whose hosts alone know their depth and failures: they cannot be seen from here."""
+        """Return the rings, by id, whose hosts alone know their depth and failures: they cannot be seen from here."""
         self._check_open()
         return self._here.elsewhere()
 

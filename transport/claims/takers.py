@@ -39,21 +39,21 @@ _WAITING_SHARE: Final = 3  # of ``ahead`` the part that demands may wait for whe
 
 @dataclass(frozen=True)
 class Open:
-    """Connect to a place."""
+    """Request to connect to a place."""
 
     place: str
 
 
 @dataclass(frozen=True)
 class Close:
-    """Ask a connection for nothing more: its place is not known any more."""
+    """Request to ask a connection for nothing more: its place is not known any more."""
 
     place: str
 
 
 @dataclass(frozen=True)
 class Ask:
-    """Make a demand for ``n`` payloads at a place; it ``waits`` until something is ready, or is answered at once."""
+    """Request for ``n`` payloads at a place; the demand ``waits`` until something is ready, or is answered at once."""
 
     place: str
     n: int
@@ -63,7 +63,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class CancelDemand:
-    """Take a demand of the place back."""
+    """Request to take a demand of the place back."""
 
     place: str
     demand: int
@@ -137,7 +137,7 @@ class Takers:
 
     # --- events -------------------------------------------------------------------------------------
     def found(self, places: Iterable[str]) -> None:
-        """These are all the places where rings are served now."""
+        """Take these for all the places where rings are served now."""
         known = set(places)
         for name, place in self._places.items():
             if place.known and name not in known:
@@ -156,14 +156,14 @@ class Takers:
         self._known = len(known)
 
     def opened(self, name: str) -> None:
-        """Connected."""
+        """Note that the place is connected."""
         place = self._places[name]
         self._opening -= place.state == "opening"
         place.state = "open"
         self._next(place)
 
     def answered(self, name: str, count: int, *, full: bool) -> None:
-        """The place's demand has brought ``count`` payloads; ``full``: as many as it may, so that there may be more."""
+        """Note ``count`` payloads that the place's demand brought; ``full``: as many as it may, so more may come."""
         place = self._places[name]
         self._end_demand(place)
         place.failures = 0
@@ -173,7 +173,7 @@ class Takers:
         self._next(place)
 
     def used(self, name: str, count: int) -> bool:
-        """So many payloads of the place were taken, or went back. Whether a step may have something to do for it."""
+        """Note that so many payloads were taken, or went back; return whether a step may have something to do."""
         place = self._places[name]
         count = min(count, place.unused)
         full = self.unused >= self.ahead
@@ -182,14 +182,14 @@ class Takers:
         return full or bool(self._ready[False] or self._ready[True])
 
     def refused(self, name: str, now: float) -> None:
-        """The place did not take the demand, and keeps the connection and its claims. Asked again after a pause."""
+        """Note a refusal of the demand: connection and claims stay, and the place is asked again after a pause."""
         place = self._places[name]
         self._end_demand(place)
         self._pause(place, now)
         heapq.heappush(self._paused, (place.due, place.order, name))
 
     def lost(self, name: str, now: float) -> None:
-        """The connection failed or broke: its claims and its demand are gone. Tried again after a pause."""
+        """Note that the connection failed or broke: its claims and its demand are gone. Tried again after a pause."""
         place = self._places[name]
         self._end_demand(place)
         self._opening -= place.state == "opening"
@@ -254,7 +254,7 @@ class Takers:
         return [*actions, *self._take_back(share, now)] if short else actions
 
     def _sizes(self) -> tuple[int, int]:
-        """A whole batch, and what a demand that waits is for."""
+        """Return a whole batch, and what a demand that waits is for."""
         places = max(1, self._known)
         most = max(1, min(self.most, self.ahead - self.ahead // _WAITING_SHARE))
         if places * most <= self.ahead:
@@ -301,7 +301,7 @@ class Takers:
             self._next(self._places[heapq.heappop(self._paused)[2]])
 
     def _top(self, entries: list[_Entry], valid: Callable[[_PlaceState, float], bool]) -> _Entry | None:
-        """The first entry that is not void."""
+        """Return the first entry that is not void."""
         while entries:
             at, order, name = entries[0]
             place = self._places.get(name)
@@ -323,7 +323,7 @@ class Takers:
         return place.state == "closed" and place.known and place.due == at
 
     def next_due(self, now: float) -> float | None:
-        """When `step`, which was just called, has something to do without an event; None: only after one."""
+        """Return when `step`, which was just called, has something to do without an event; None: only after one."""
         due = None
         if self._closed and self._opening < _OPENING:
             closed = self._top(self._closed, self._is_closed)

@@ -1,4 +1,4 @@
-"""Why a trainer gets nothing, in a sentence. One decision over what the places of its rings know; no I/O.
+"""Reasons why a trainer gets nothing, in a sentence. One decision over what the places of its rings know; no I/O.
 
     no ring of this run     ──► not started, or ended, or lost; other runs of this host
     rings of other schemas  ──► ring, field, both fingerprints
@@ -179,7 +179,7 @@ class Known(NamedTuple):
 
 
 class NoPayloadReason(msgspec.Struct, frozen=True):
-    """Why nothing comes, and what to do about it."""
+    """Reason why nothing comes, and what to do about it."""
 
     why: Why
     text: str
@@ -198,7 +198,7 @@ def own_fault(reached: Reached) -> TransportError | None:
 
 
 def reason(known: Known) -> NoPayloadReason | None:
-    """Why a trainer gets nothing; None: it is its turn when the rollouts write."""
+    """Say why a trainer gets nothing; None: it is its turn when the rollouts write."""
     if (fault := own_fault(known.reached)) is not None:
         return NoPayloadReason(Why.UNREACHABLE, str(fault))
     if known.left_out:
@@ -269,7 +269,7 @@ def _full(known: Known) -> NoPayloadReason | None:
 
 
 def crowded(incomplete: Mapping[str, int], slots: Mapping[str, int], share: float) -> list[str]:
-    """A sentence for each ring of whose slots at least this share waits until a group or step is complete."""
+    """Return a sentence for each ring of whose slots at least this share waits until a group or step is complete."""
     return [
         f"{held} of the {slots[ring]} slots of ring {ring[:8]} are held for groups or a step that are not complete"
         for ring, held in incomplete.items()
@@ -285,7 +285,7 @@ def few(between: str, texts: Iterable[str]) -> str:
 
 
 class Waiting:
-    """How long one trainer has waited for a payload: when to look for the reason, and whether to log it."""
+    """Wait of one trainer for a payload: when to look for the reason, and whether to log it."""
 
     def __init__(self) -> None:
         self.counts: Counter[Why] = Counter()  # looks that found it
@@ -294,16 +294,16 @@ class Waiting:
         self._said = {why: LogLimit(SAY_AGAIN_S) for why in Why}
 
     def text(self) -> str:
-        """Why nothing comes, as `transport top` shows it; empty where payloads come, or no call asks for any."""
+        """Say why nothing comes, as `transport top` shows it; empty where payloads come, or no call asks for any."""
         return self._found.text if self._overdue.looked and self._found is not None else ""
 
     def came(self) -> None:
-        """A payload came."""
+        """Note that a payload came."""
         self._found = None
         self._overdue.came()
 
     def due(self) -> bool:
-        """Nothing came: whether to look for the reason now."""
+        """Return whether to look for the reason now, since nothing came."""
         return self._overdue.due()
 
     def found(self, found: NoPayloadReason | None) -> bool:
@@ -352,7 +352,7 @@ def holders_of(ring: SharedRingBuffer, rank: int | None = None) -> list[Holder]:
 
 
 def ranks_of(ring: SharedRingBuffer) -> int:
-    """For how many ranks the payloads of this ring are or were, at most; 0: there was none."""
+    """Return for how many ranks the payloads of this ring are or were, at most; 0: there was none."""
     return max(ring.native.info(slot).readers for slot in range(min(ring.slot_count, _MOST_SLOTS)))
 
 
@@ -362,7 +362,7 @@ def unread_of(ring: SharedRingBuffer) -> dict[int, int]:
 
 
 def name_of(ring: SharedRingBuffer, rank: int) -> str:
-    """A rank as its trainer gives it."""
+    """Return a rank as its trainer gives it."""
     for name, ranks in ring.consumers.items():
         if rank in ranks:
             return name if len(ranks) == 1 else f"{name}:{rank - ranks.start}"
@@ -370,20 +370,20 @@ def name_of(ring: SharedRingBuffer, rank: int) -> str:
 
 
 def held_here(ring: SharedRingBuffer, holders: Iterable[Holder]) -> int:
-    """How many payloads this process has claimed from a ring that it maps, or looks at after their claim's end."""
+    """Count payloads that this process has claimed from a ring that it maps, or looks at after their claim's end."""
     claimed = sum(each.payloads for each in holders if each.pid == os.getpid() and not each.port)
     return max(claimed, ring.native.lent)
 
 
 def foreign(place: str, fingerprint: str, schema: Schema | None, wanted: Sequence[Schema]) -> str:
-    """A sentence about a ring whose payloads are of none of the schemas that a trainer wants."""
+    """Return a sentence about a ring whose payloads are of none of the schemas that a trainer wants."""
     ours = ", ".join(each.fingerprint for each in wanted)
     where = difference(schema, wanted) if schema is not None else ""
     return f"ring {place} has schema {fingerprint}, this trainer {ours}{f': {where}' if where else ''}"
 
 
 def schema_of(encoded: bytes) -> Schema | None:
-    """The schema that a ring's header or its listener says; None: none, or one of another version."""
+    """Return the schema that a ring's header or its listener says; None: none, or one of another version."""
     try:
         return Schema.decode(encoded) if encoded else None
     except SchemaError:
@@ -391,6 +391,6 @@ def schema_of(encoded: bytes) -> Schema | None:
 
 
 def run_of(segment: str) -> str:
-    """Where the ring of this name is found, as a URL of `open_rings`; "": its name is no run's."""
+    """Return where the ring of this name is found, as a URL of `open_rings`; "": its name is no run's."""
     found = _OF_A_RUN.fullmatch(segment)
     return f"rings:{found[1]}" if found else ""

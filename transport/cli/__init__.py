@@ -57,7 +57,7 @@ def _options(
         bool, typer.Option("--version", help="Show the version.", is_eager=True, callback=_show_version)
     ] = False,
 ) -> None:
-    """Declares the options that come before the command; `app` has the help text."""
+    """Declare the options that come before the command; `app` has the help text."""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -99,7 +99,7 @@ def _is_group(arguments: Sequence[str]) -> bool:
 
 
 def _named(arguments: Sequence[str]) -> list[str]:
-    """The leading arguments that name the command, or a group and its command."""
+    """Return the leading arguments that name the command, or a group and its command."""
     groups = {group.name: group.typer_instance for group in app.registered_groups}
     level: typer.Typer | None = app
     found: list[str] = []

@@ -208,7 +208,7 @@ def _picture(plot: Path | None) -> ModuleType | None:
 
 
 def _wires(names: str, among: tuple[str, ...]) -> list[str]:
-    """The wires of a list, in the order of ``among``. UsageError for others, and for rdma without a device."""
+    """Return the wires of a list, in the order of ``among``. UsageError for others, and for rdma without a device."""
     from transport.bench.units import parse_names
 
     wires = parse_names("--wire", names, among)

@@ -57,7 +57,7 @@ class RestoredCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Removed(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that was removed, or would be, or was kept."""
+    """File or record that was removed, or would be, or was kept."""
 
     run: str
     path: str
@@ -172,7 +172,7 @@ async def _cooldown(
 
 
 def _stand_for(folder: Path, into: Path) -> None:
-    """The files are read where they are: a copy would need their space, and remain when this process is killed."""
+    """Have the files read where they are: a copy would need their space, and remain when this process is killed."""
     into.rmdir()
     into.symlink_to(folder)
 

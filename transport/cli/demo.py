@@ -163,7 +163,7 @@ def _wires(names: str) -> str | frozenset[Wire]:
 
 @contextlib.contextmanager
 def _progress(episodes: int) -> Iterator[Callable[[DemoReport], None]]:
-    """A bar on a terminal; elsewhere a line for each tenth of the run, and after a while without one."""
+    """Return a bar on a terminal; elsewhere a line for each tenth of the run, and after a while without one."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

@@ -1,4 +1,4 @@
-"""Where the commands about checkpoints find the epochs: a store, or what a destination has recorded."""
+"""Places where the commands about checkpoints find the epochs: a store, or what a destination has recorded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def default_store() -> str:
-    """The store's URL where none is given: the configured one, or the file in which the demo keeps its epochs.
+    """Return the store's URL where none is given: the configured one, or the file in which the demo keeps its epochs.
 
     Raises ConfigurationError, which names the setting, where the configured one is no URL of a store.
     """
@@ -33,7 +33,7 @@ def default_store() -> str:
 
 
 def store_to_write(url: str | None = None) -> str:
-    """This store's URL, or that of the default one; the folder that its file is to lie in is made."""
+    """Return this store's URL, or that of the default one; the folder that its file is to lie in is made."""
     url = url or default_store()
     parsed = parse_url(url)
     if isinstance(parsed, SQLiteURL):
@@ -42,12 +42,12 @@ def store_to_write(url: str | None = None) -> str:
 
 
 def state_folder() -> Path:
-    """Where what outlives the commands is kept."""
+    """Return the folder of what outlives the commands."""
     return kept("XDG_STATE_HOME", ".local/state") / "transport"
 
 
 def recorded(store: str | None, destination: str | None, run: str | None) -> list[EpochRecord]:
-    """The epochs of one run, or of all that the store has; with ``destination`` those that ended, as recorded there.
+    """Return a run's epochs, or those of all in the store; with ``destination`` those that ended, as recorded there.
 
     Raises:
         NoCheckpointError: this run has no epochs there.
@@ -60,7 +60,7 @@ def recorded(store: str | None, destination: str | None, run: str | None) -> lis
 
 
 def _where(store: str | None, destination: str | None) -> str:
-    """Where a run was looked for, and which runs a store has."""
+    """Say where a run was looked for, and which runs a store has."""
     if destination is not None:
         return f"at {destination}; give the name and the place of its uploads"
     names = sorted({record.run for record in _from_store(store, None)})

@@ -50,7 +50,7 @@ def shown(size: int) -> str:
 
 
 def few(names: Sequence[str], between: str = ", ") -> str:
-    """The first of them, and how many more there are."""
+    """Return the first of them, and how many more there are."""
     more = len(names) - _MOST_SHOWN
     return between.join(names[:_MOST_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
@@ -74,7 +74,7 @@ def emit(result: Any, text: str, json_target: str | None) -> None:
 
 
 def document(result: Any) -> str:
-    """The result as JSON."""
+    """Return the result as JSON."""
     import msgspec
 
     return msgspec.json.format(msgspec.json.encode(result), indent=2).decode()
@@ -101,7 +101,7 @@ def naming(target: object) -> Iterator[None]:
 
 
 def status_of(command: str, failed: Sequence[str]) -> int:
-    """The exit status of a command that has shown its result; what failed is said in one line."""
+    """Return the exit status of a command that has shown its result; what failed is said in one line."""
     if failed:
         print(f"{command}: {'; '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
@@ -120,7 +120,7 @@ def causes(failed: Iterable[str]) -> list[str]:
 
 
 def about(report: Any) -> str:
-    """The first lines of a measurement: machine, versions and UCX settings."""
+    """Return the first lines of a measurement: machine, versions and UCX settings."""
     machine = report.machine
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     lines = [

@@ -76,7 +76,7 @@ def read(
 
 
 def _ticket(source: str) -> Ticket:
-    """The ticket that is in this file, or is this text."""
+    """Return the ticket that is in this file, or is this text."""
     from transport.errors import TicketError
     from transport.ticket import Ticket
 
@@ -103,7 +103,7 @@ def _schema(path: Path) -> Schema:
 
 
 def _as_bytes(payload: Payload, arrays: Mapping[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
-    """The arrays, and the bytes of what is none."""
+    """Return the arrays, and the bytes of what is none."""
     places = {each.name: slice(each.offset, each.offset + each.nbytes) for each in payload.layout().placements}
     kinds = payload.schema.kinds if payload.schema else {}
     there = {name: array for name, array in arrays.items() if array is not None}

@@ -114,7 +114,7 @@ def _lines(saved: Saved) -> str:
 
 
 def _served(saved: Saved, url: str, stack: contextlib.ExitStack) -> tuple[list[Rollout], int]:
-    """A rollout for each schema and number of ranks, with its payloads; how many had expired."""
+    """Return a rollout for each schema and number of ranks, with its payloads; how many had expired."""
     from transport.claims.open import open_rings
     from transport.packer.options import RingOptions
     from transport.packer.rollout import Rollout
@@ -143,7 +143,7 @@ def _served(saved: Saved, url: str, stack: contextlib.ExitStack) -> tuple[list[R
 
 
 def _until_consumed(rollouts: list[Rollout], stopped: Stopped) -> int:
-    """How many payloads are left when this is over."""
+    """Wait until payloads are consumed; return how many are left."""
     while True:
         left = sum(len(rollout.ring.tickets()) for rollout in rollouts)
         if not left or stopped.wait(_LOOK_S):

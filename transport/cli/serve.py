@@ -151,7 +151,7 @@ def serve(
 
 @contextlib.contextmanager
 def _unread_kept_by_a_failed_start(ring: SharedRingBuffer, stopped: Stopped) -> Iterator[None]:
-    """A start that fails leaves the payloads of a ring that it took over, as it found them."""
+    """Leave the payloads of a ring that was taken over as they were found, where the start fails."""
     try:
         yield
     except Exception:  # not for Ctrl-C, which ends the ring as well

@@ -95,7 +95,7 @@ def _looked(queue: str, step: int, run: str | None, part: tuple[int, int]) -> Ma
 
 
 def text_of(manifest: Manifest) -> str:
-    """A line for each ring, and one for all."""
+    """Return a line for each ring, and one for all."""
     lines = [
         f"{ring.segment}  {count(ring.payloads, 'payload')}, {shown(ring.bytes)}, "
         f"{ring.slots} slots of {shown(ring.slot_bytes)}"

@@ -133,7 +133,7 @@ def _text(snapshot: HostSnapshot, rates: dict[str, Rates]) -> str:
 
 
 def _picture(snapshot: HostSnapshot, rates: dict[str, Rates], width: int, hint: str = "") -> RenderableType:
-    """A table where the terminal has room for every value on its line, otherwise a few lines for each ring."""
+    """Return a table where the terminal has room for every value on its line, otherwise a few lines for each ring."""
     from rich.console import Console, Group
     from rich.text import Text
 

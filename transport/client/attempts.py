@@ -79,7 +79,7 @@ class RemoteReads:
         )
 
     def wants_of(self, ticket: Ticket, rank: int, part: PayloadPart, buffer: Any) -> list[Want]:
-        """A want for each field of a part, at its place in ``buffer``."""
+        """Return a want for each field of a part, at its place in ``buffer``."""
         memory = memoryview(buffer)
         verify = 0 if self._verify_checksums else None
         # A part without bytes asks for none: the answer says whether the payload is there.
@@ -255,7 +255,7 @@ class RemoteReads:
         return result
 
     def want(self, ticket: Ticket, rank: int, destination: Any) -> Want:
-        """The want, with its checksum unless that takes long to compute: native code verifies it on arrival.
+        """Return the want, with its checksum unless that takes long to compute: native code verifies it on arrival.
 
         destination: host memory, or `DeviceMemory.memory()`.
         """
@@ -276,7 +276,7 @@ class RemoteReads:
         return None if actual == expected else wrong_checksum(want, actual)
 
     async def _checkout(self, port: PortKey, ticket: Ticket, deadline: Deadline) -> Link:
-        """A connection. The wait for the pool is bounded by the deadline only, connecting by its own limits."""
+        """Return a connection. The wait for the pool is bounded by the deadline only, connecting by its own limits."""
         if (idle := self._links.try_checkout(port, ticket.ring)) is not None:
             return idle
         begun = time.monotonic()
@@ -296,7 +296,7 @@ class RemoteReads:
 
 
 def _late(link: Link, limit_s: float, left_s: float) -> TransportError:
-    """The error for an attempt that exceeded ``limit_s``, or ``left_s``, the time until the caller's deadline."""
+    """Return the error for an attempt that exceeded ``limit_s``, or ``left_s``, the time to the caller's deadline."""
     host, port = link.port
     if left_s < limit_s:  # a short deadline says nothing about the port
         return DeadlineExceededError(f"{host_port(host, port)} did not answer before the deadline")

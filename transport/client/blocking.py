@@ -25,7 +25,7 @@ T = TypeVar("T")
 def _blocking(
     method: Callable[Concatenate[UCXXClient, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[BlockingClient, P], T]:
-    """The method of `UCXXClient`, waited for."""
+    """Return the method of `UCXXClient`, waited for."""
 
     @functools.wraps(method)
     def waiting(self: BlockingClient, /, *arguments: P.args, **named: P.kwargs) -> T:
@@ -74,7 +74,7 @@ class BlockingClient:
             raise
 
     def __reduce__(self) -> NoReturn:
-        """Raises UsageError, for `pickle` and `copy`."""
+        """Raise UsageError, for `pickle` and `copy`."""
         raise UsageError("a client is not pickled: make one in each process")
 
     def __repr__(self) -> str:

@@ -45,7 +45,7 @@ WirePolicy = Literal["auto"] | Wire | Iterable[Wire]
 
 
 class UCXXClient:
-    """Reads payloads by ticket. Make it inside a running loop; `async with` closes it.
+    """Client that reads payloads by ticket. Make it inside a running loop; `async with` closes it.
 
     Args:
         schemas: of rings whose tickets do not describe their payloads themselves.
@@ -133,7 +133,7 @@ class UCXXClient:
         self._status = StatusSocket(self._loop, self.statistics, self._rings, lambda: self.why_nothing())
 
     def __reduce__(self) -> NoReturn:
-        """Raises UsageError, for `pickle` and `copy`."""
+        """Raise UsageError, for `pickle` and `copy`."""
         raise UsageError("a client is not pickled: make one in each process")
 
     def __repr__(self) -> str:
@@ -234,7 +234,7 @@ class UCXXClient:
 
     @property
     def acknowledges(self) -> AckMode:
-        """When payloads are acknowledged: as `ack` said."""
+        """Mode of acknowledgement: as `ack` said."""
         return self._deliveries.mode
 
     def schema_of(self, ticket: Ticket) -> Schema | None:
@@ -250,7 +250,7 @@ class UCXXClient:
         return self._wires is None or bool(self._wires - {"mapped"})
 
     def hand_in(self, ticket: Ticket, rank: int, wire: Wire, data: Any) -> Payload:
-        """A payload that came without a read, as `read` returns it. Its claim's end is its acknowledgement."""
+        """Return a payload that came without a read, as `read` returns it. Its claim's end is its acknowledgement."""
         if self._device_reads.always:
             data = self._device_reads.from_host(memoryview(data))
         return self._deliveries.handed_in(ticket, rank, wire, data)

@@ -1,4 +1,4 @@
-"""Makes `Payload` objects from read bytes: counts them, finds their schema, sends their acknowledgements.
+"""Making of `Payload` objects from read bytes: counts, schemas, acknowledgements.
 
     mapped      the bytes are in a slot of this host, or were copied out of it
     received    they came over a wire and are verified
@@ -32,7 +32,7 @@ from transport.wires import Wire
 
 
 class Deliveries:
-    """Makes the payloads of one client.
+    """Factory of the payloads of one client.
 
     Args:
         schemas: of rings whose tickets do not describe their payloads themselves.
@@ -75,7 +75,7 @@ class Deliveries:
     def mapped(
         self, ring: SharedRingBuffer, ticket: Ticket, rank: int, data: Any, part: PayloadPart | None = None
     ) -> Payload:
-        """The payload of a ring of this host: ``data`` is a view of its slot, a copy, or device memory.
+        """Return the payload of a ring of this host: ``data`` is a view of its slot, a copy, or device memory.
 
         ``part``: its fields that are wanted; in host memory they lie where the whole payload has them.
         """
@@ -85,14 +85,14 @@ class Deliveries:
     def received(
         self, ticket: Ticket, rank: int, wire: Wire, via: PortKey, data: Any, part: PayloadPart | None = None
     ) -> Payload:
-        """The payload that came through port ``via`` into ``data``: a buffer, the caller's `out`, or a `Target`.
+        """Return the payload that came through port ``via`` into ``data``: a buffer, the caller's `out`, or a `Target`.
 
         ``part``: its fields that are wanted, which came alone.
         """
         return self._made(ticket, rank, wire, data, partial(self._acknowledge_through, ticket, rank, via), part)
 
     def handed_in(self, ticket: Ticket, rank: int, wire: Wire, data: Any) -> Payload:
-        """A payload that was taken together with its claim: the holder of the claim acknowledges by ending it."""
+        """Return a payload that was taken with its claim: the holder of the claim acknowledges by ending it."""
         return self._made(ticket, rank, wire, data, lambda: True)
 
     def _made(
@@ -186,5 +186,5 @@ class Deliveries:
 
 
 def bare(error: TransportError) -> TransportError:
-    """The error as a value: the frames of its traceback would keep the payloads read beside it alive."""
+    """Return the error as a value: the frames of its traceback would keep the payloads read beside it alive."""
     return error.with_traceback(None)

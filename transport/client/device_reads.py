@@ -120,7 +120,7 @@ class DevicePayload(ReadPayload):
 
 
 class DeviceMemory:
-    """Keeps alive device memory that UCX writes into; ``checksum`` copies it to the host and hashes it."""
+    """Device memory, kept alive, that UCX writes into; ``checksum`` copies it to the host and hashes it."""
 
     def __init__(self, target: Target, checksum: Callable[[Target, Any], Awaitable[int]]) -> None:
         self._target = target
@@ -128,7 +128,7 @@ class DeviceMemory:
         self._checksum = checksum
 
     def memory(self) -> tuple[int, int, DeviceMemory]:
-        """The tuple that the native engine takes."""
+        """Return the tuple that the native engine takes."""
         return self._target.address, self._target.size, self
 
     def checksum(self) -> Awaitable[int]:
@@ -162,7 +162,7 @@ class DeviceReads:
 
     # --- destination ----------------------------------------------------------------------------------
     def target(self, out: Any, size: int) -> Target | None:
-        """The device destination of a payload of ``size`` bytes; None: it stays on the host.
+        """Return the device destination of a payload of ``size`` bytes; None: it stays on the host.
 
         Raises what `check_destination` raises, and MissingDependencyError without CuPy.
         """

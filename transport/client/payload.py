@@ -97,7 +97,7 @@ class Payload(Mapping[str, Any]):
 
     @property
     def undescribed(self) -> str:
-        """Why `fields` cannot be had; "": they can."""
+        """Reason why `fields` cannot be had; "": they can."""
         ticket = self.ticket
         if self.schema is not None or ticket.bare:
             return ""
@@ -135,7 +135,7 @@ class Payload(Mapping[str, Any]):
         """Drop the references to the memory. Arrays that the caller holds stay valid. Idempotent."""
 
     def __reduce__(self) -> tuple[Callable[..., dict[str, Any]], tuple[dict[str, Any]]]:
-        """For `copy` and `pickle`: a dict of arrays and values with memory of their own. The right to ack stays."""
+        """Return a dict for `copy` and `pickle`: arrays and values with memory of their own. The right to ack stays."""
         return dict, ({name: self._copied(array) for name, array in self.items()},)
 
     @staticmethod
@@ -239,7 +239,7 @@ class ReadPayload(Payload):
 
 
 def no_field(name: str, fields: Iterable[str]) -> KeyError:
-    """That a payload of these fields has none of this name."""
+    """Return the error that a payload of these fields has none of this name."""
     return KeyError(f"{name}; the fields are {', '.join(fields)}")
 
 

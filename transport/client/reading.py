@@ -155,7 +155,7 @@ class Reads:
         last: bool = True,
         fields: tuple[str, ...] | None = None,
     ) -> Payload:
-        """By the ticket's own addresses and ports. Not ``last``: the ring may be found elsewhere."""
+        """Read by the ticket's own addresses and ports. Not ``last``: the ring may be found elsewhere."""
         self._check(ticket, rank)
         part = None if fields is None else self._deliveries.part(ticket, fields)
         target = destination = None
@@ -215,7 +215,7 @@ class Reads:
         part: PayloadPart | None,
         ring: SharedRingBuffer,
     ) -> Payload:
-        """The payload from the segment itself: a view of it, or a copy in ``destination``, the bytes of ``out``.
+        """Return the payload from the segment itself: a view of it, or a copy in ``destination``, the bytes of ``out``.
 
         Raises what `SharedRingBuffer.read_raw` raises.
         """
@@ -247,7 +247,7 @@ class Reads:
         return self._deliveries.received(ticket, rank, *found_at, target)
 
     async def _read_part(self, ticket: Ticket, rank: int, part: PayloadPart, deadline: Deadline) -> Payload:
-        """Some fields, over a wire or into device memory."""
+        """Read some fields, over a wire or into device memory."""
         to_device = self._device_reads.from_host if self._device_reads.always else None
 
         def read(ring: SharedRingBuffer) -> Payload:
@@ -397,7 +397,7 @@ def _no_room(ticket: Ticket) -> BufferUnsuitableError:
 
 
 def grouped(tickets: list[Ticket], settings: Settings, fields: int | None = None) -> list[list[tuple[int, Ticket]]]:
-    """Groups of (index, ticket) whose payloads come in one answer; large ones are alone. Keeps a ring's order.
+    """Group (index, ticket) whose payloads come in one answer; large ones are alone. Keeps a ring's order.
 
     ``fields``: how many of each payload are wanted, whatever their size; None: whole payloads.
     """

@@ -26,7 +26,7 @@ class Deadline:
 
     @classmethod
     def after(cls, seconds: float, now: float) -> Deadline:
-        """The moment ``seconds`` from ``now``; infinity is allowed and never passes."""
+        """Return the moment ``seconds`` from ``now``; infinity is allowed and never passes."""
         return cls(now + seconds)
 
     def passed(self, now: float) -> bool:
@@ -95,7 +95,7 @@ class Retry:
         return f"<Retry {self.failures} of {self._attempts} attempts failed>"
 
     def failed(self, error: TransportError, now: float, *, elsewhere: bool = False) -> float:
-        """The attempt failed: seconds until the next one. ``elsewhere``: that goes to another healthy port, at once.
+        """Note a failed attempt; return the seconds until the next. ``elsewhere``: to another healthy port, at once.
 
         Raises the error to give up with, whose ``__cause__`` is the last failure where it is not itself that failure.
         """
@@ -123,7 +123,7 @@ class Retry:
 
 
 def attempts_of_read(settings: Settings, places: int) -> int:
-    """Attempts of one read: ``attempts_per_read``, and at least one per place, so that one living listener is found.
+    """Return the attempts of a read: ``attempts_per_read``, at least one per place, so that a living listener is found.
 
     places: pairs of an address and a port at which the ring may be served; a listener on two addresses is two.
     """

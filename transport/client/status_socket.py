@@ -58,7 +58,7 @@ ready(ClientStatus)
 
 
 class StatusSocket:
-    """Answers for one client, on its loop. Without a socket the client works, but `transport top` does not show it."""
+    """Socket that answers for one client, on its loop. Without it `transport top` does not show the client."""
 
     def __init__(
         self,

@@ -378,7 +378,7 @@ class CooldownClient(EpochClient):
         return done.sha256
 
     async def _used(self, record: EpochRecord) -> set[str]:
-        """If the epoch has no checkpoint, an upload that was not refused is kept: it may be complete."""
+        """Return the checkpoint's upload; without a checkpoint those that were not refused: one may be complete."""
         if record.checkpoint is not None:
             return self._uploads & {record.checkpoint.upload}
         unverified = {each for each in self._uploads if self._refused_by(record, each) is None}

@@ -24,7 +24,7 @@ _UNFINISHED: Final = re.compile(r"(?:epoch-|outcomes/)(\d{12})")  # how the path
 
 
 class Surplus(NamedTuple):
-    """Something at a destination that is to be removed."""
+    """Entry of a destination that is to be removed."""
 
     epoch: int
     what: str  # "checkpoint", "upload", "unfinished" or "probe"; the last is of no epoch

@@ -261,7 +261,7 @@ class ShardedClient(EpochClient):
         return call.result()
 
     def _in_checkpoint(self, record: EpochRecord) -> set[str]:
-        """Without a checkpoint, all that was not refused of a complete set is kept: it may be good."""
+        """Return the checkpoint's uploads; without one all that was not refused of a complete set: it may be good."""
         if record.outcome is Outcome.CHECKPOINTED:
             with open_destination(record.destination) as destination:
                 return self._uploads & checkpoint_manifest(record, destination).uploads
@@ -272,7 +272,7 @@ class ShardedClient(EpochClient):
 
 
 class _Moved:
-    """Passes progress on, and remembers it."""
+    """Progress that is passed on, and remembered."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress

@@ -28,7 +28,7 @@ from transport.runtime.blocking_calls import in_parallel
 
 
 class CheckpointProof(enum.Enum):
-    """How the coordinator verifies an upload."""
+    """Ways in which the coordinator verifies an upload."""
 
     STORED = "stored"  # by the destination's checksums where it has them, else by reading back
     READ = "read"  # every byte is read back

@@ -80,7 +80,7 @@ class DemoReport:
 
 # --- the model: nothing of the transport ----------------------------------------------------------
 class Policy:
-    """Pushes the cart right with probability sigmoid(weights · observation + bias)."""
+    """Policy that pushes the cart right with probability sigmoid(weights · observation + bias)."""
 
     SCALE: Final = 1 / np.array([2.4, 2.0, 0.2, 2.0], np.float32)  # an episode is about lost at these observations
 

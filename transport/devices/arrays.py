@@ -1,4 +1,4 @@
-"""Where a value's memory is (host or device), its description, and its copy to the host.
+"""Memory of a value (host or device), its description, and its copy to the host.
 
 Neither torch nor CuPy is imported to inspect a value: their values exist only after the package was imported. No
 device is accessed unless the value is in its memory.
@@ -78,7 +78,7 @@ def is_torch(value: object) -> TypeGuard[Any]:
 
 
 def require_cupy() -> ModuleType:
-    """The cupy module. MissingDependencyError, naming the command that installs it, where it cannot be imported."""
+    """Return the cupy module. MissingDependencyError, naming the command that installs it: it cannot be imported."""
     module = sys.modules.get("cupy")
     if module is not None:
         return module
@@ -91,7 +91,7 @@ def require_cupy() -> ModuleType:
 
 
 def to_host(value: object) -> np.ndarray:
-    """A torch tensor of any device, or any CUDA array, as a numpy array.
+    """Return a torch tensor of any device, or any CUDA array, as a numpy array.
 
     A torch CPU tensor shares its memory with the result; device memory is copied once, on the current stream of torch
     or CuPy, and the copy is complete on return. bfloat16 and float8 tensors become arrays of the ml_dtypes dtype.

@@ -1,4 +1,4 @@
-"""Copies device tensors into a slot: queued on the caller's stream, and hashed step by step as they arrive.
+"""Copies of device tensors into a slot: queued on the caller's stream, and hashed step by step as they arrive.
 
 Large tensors are copied one step ahead of the hashing, so that the hash reads bytes that are still in the processor's
 cache. The copies of small neighbouring tensors are waited for together. The host waits only for these copies, not for
@@ -57,7 +57,7 @@ class Source(NamedTuple):
 
 
 def sources_of(layout: PayloadLayout, arrays: Sequence[object]) -> list[Source | None]:
-    """The device tensors of a payload, on the current streams of this thread; None for tensors in host memory.
+    """Return the device tensors of a payload, on the current streams of this thread; None for tensors in host memory.
 
     arrays: in the layout's order; the `DeviceTensor`s are contiguous and of the layout's dtypes.
     """

@@ -26,7 +26,7 @@ def as_tensors(arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_tensor(array: Any, *, copy: bool = False) -> Any:
-    """An array as a tensor: over the same memory, or with its own; torch's own tensors as they are.
+    """Return an array as a tensor: over the same memory, or with its own; torch's own tensors as they are.
 
     BufferUnsuitableError: torch has no such dtype.
     """

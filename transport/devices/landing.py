@@ -41,18 +41,18 @@ class Wanted(NamedTuple):
 
 
 class Landing(Protocol):
-    """Where the arrays of a batch are made."""
+    """Memory in which the arrays of a batch are made."""
 
     plain: bool  # any numpy array is as good as one of `take`
 
     def take(self, wanted: Sequence[Wanted]) -> list[Array]:
-        """An array in host memory for each, to gather into. BatchTooLargeError, BufferUnsuitableError."""
+        """Return an array in host memory for each, to gather into. BatchTooLargeError, BufferUnsuitableError."""
 
     def arrive(self) -> list[Any]:
         """Return what was gathered, where it is to be. After the last `take`."""
 
     def make_stream_wait(self) -> None:
-        """The arrays are used now: the caller's stream waits for them."""
+        """Make the caller's stream wait for the arrays, which are used now."""
 
 
 class HostLanding:
@@ -152,7 +152,7 @@ class DeviceLanding:
 
 
 def landing_for(memory: str, out: Mapping[str, Any] | None, most: int | None) -> Landing:
-    """Raises UsageError, MissingDependencyError: there is no such memory here."""
+    """Return a landing in this memory. UsageError, MissingDependencyError: there is no such memory here."""
     if memory == "host":
         return HostLanding(out or {}, most)
     if memory == "pinned":
@@ -187,13 +187,13 @@ def _short(size: int) -> BatchTooLargeError:
 
 
 def room_of(given: Any) -> int | None:
-    """The second dimension of an array of the caller's, which bounds what a payload may have; None: it has none."""
+    """Return the second dimension of a caller's array, which bounds what a payload may have; None: it has none."""
     shape = tuple(getattr(given, "shape", ()))
     return int(shape[1]) if len(shape) > 1 else None
 
 
 def _fitting(given: Any, wanted: Wanted) -> Array:
-    """The caller's memory as an array of the shape that is wanted, never a copy of it."""
+    """Return the caller's memory as an array of the shape that is wanted, never a copy of it."""
     name, dtype = wanted.name, wanted.dtype
     try:
         array = given if isinstance(given, np.ndarray) else np.from_dlpack(given)

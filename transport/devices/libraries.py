@@ -28,16 +28,16 @@ class Library(Protocol):
     name: LibraryName
 
     def describe(self, value: Any) -> DeviceTensor:
-        """The array's description. Raises errors that `as_host_array` catches if it is no plain array."""
+        """Return the array's description. Raises errors that `as_host_array` catches if it is no plain array."""
 
     def converted(self, tensor: DeviceTensor, dtype: np.dtype[Any]) -> DeviceTensor | None:
-        """The same values, contiguous and of ``dtype``, made on its device; None where the library lacks the dtype."""
+        """Return the same values, contiguous, of ``dtype``, made on its device; None: the library lacks the dtype."""
 
     def stream(self, device: int) -> Stream:
-        """The stream that is current in this thread."""
+        """Return the stream that is current in this thread."""
 
     def empty(self, nbytes: int, device: int, *, own: bool) -> Any:
-        """A new uint8 array; its memory is first used on the stream of `own_stream`, or on the current one."""
+        """Return a new uint8 array; its memory is first used on the stream of `own_stream`, or on the current one."""
 
     def keep(self, array: Any, device: int, stream: Stream, home: Stream) -> None:
         """Keep the memory of ``array`` from reuse, after ``array`` is gone, until ``stream`` has done the work queued
@@ -165,12 +165,12 @@ TORCH = Torch()
 
 
 def library_of(value: object) -> Library:
-    """The library that describes a value in device memory."""
+    """Return the library that describes a value in device memory."""
     return TORCH if is_torch(value) else CUPY
 
 
 def parse_device(device: str) -> tuple[Library, int]:
-    """A library and the number of a device, from "cupy", "torch", "cupy:1" or "torch:1".
+    """Return a library and the number of a device, from "cupy", "torch", "cupy:1" or "torch:1".
 
     Raises:
         UsageError: anything else, or a device that this host does not have.

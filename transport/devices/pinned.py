@@ -17,7 +17,7 @@ Allocate = Callable[[int], np.ndarray]
 
 
 class StagingPool:
-    """Lends pinned blocks; a request beyond the bound waits until blocks are returned. Belongs to one loop.
+    """Pool of pinned blocks; a request beyond the bound waits until blocks are returned. Belongs to one loop.
 
     First come, first served: a large payload waits until there is room, and small ones do not overtake it.
 
@@ -49,7 +49,7 @@ class StagingPool:
         return self._lent
 
     async def take(self, size: int, allocate: Allocate) -> np.ndarray:
-        """A block of at least ``size`` bytes; give it back with `give_back`.
+        """Return a block of at least ``size`` bytes; give it back with `give_back`.
 
         allocate: makes pinned memory of a size if no block is idle. Its errors are raised.
         """
@@ -118,6 +118,6 @@ class StagingPool:
             raise
 
     def _made(self, wanted: int, work: asyncio.Future[np.ndarray]) -> None:
-        """The allocation of a cancelled request has ended."""
+        """Note that the allocation of a cancelled request has ended."""
         failed = work.cancelled() or work.exception() is not None
         self._return(wanted, None if failed else work.result())

@@ -37,7 +37,7 @@ class Stream(NamedTuple):
 
 
 def require_device() -> int:
-    """Number of CUDA devices. MissingDependencyError, with the reason, if there is none, or no CuPy."""
+    """Return the number of CUDA devices. MissingDependencyError, with the reason: there is none, or no CuPy."""
     runtime = require_cupy().cuda.runtime
     try:
         count = int(runtime.getDeviceCount())
@@ -49,7 +49,7 @@ def require_device() -> int:
 
 
 def address_of(memory: Any) -> int:
-    """The address of contiguous host memory, read-only memory included."""
+    """Return the address of contiguous host memory, read-only memory included."""
     return int(np.asarray(memoryview(memory)).__array_interface__["data"][0])
 
 
@@ -122,7 +122,7 @@ def has_passed(mark: Mark) -> bool:
 
 
 def stream_for_others(stream: Stream, device: int) -> Stream:
-    """A stream on which other threads can queue work after this thread's current stream.
+    """Return a stream on which other threads can queue work after this thread's current stream.
 
     It is the stream itself. Exception: the handle of the per-thread default stream names another stream in another
     thread; then it is the project's own stream, made to run after the work queued by now.
@@ -135,7 +135,7 @@ def stream_for_others(stream: Stream, device: int) -> Stream:
 
 
 def own_stream(device: int) -> Stream:
-    """The stream of this project's own copies on a device. It waits for no other and lives as long as the process.
+    """Return the stream of our own copies on a device. It waits for no other and lives as long as the process.
 
     CuPy's memory pool remembers memory by the stream it was allocated for, also when that stream is gone.
     """
@@ -185,7 +185,7 @@ def pooled_pinned_memory(nbytes: int, device: int) -> np.ndarray:
 
 
 def current_device() -> int:
-    """The device that is current in this thread. MissingDependencyError without CuPy or a device."""
+    """Return the device that is current in this thread. MissingDependencyError without CuPy or a device."""
     require_device()
     return int(require_cupy().cuda.Device().id)
 
@@ -201,7 +201,7 @@ class QueuedCopies:
         return f"<QueuedCopies {len(self._kept)} copies>"
 
     def keep(self, mark: Mark, memory: Any) -> None:
-        """Until ``mark`` has passed, which is looked at with every further call."""
+        """Keep memory until ``mark`` has passed, which is looked at with every further call."""
         with self._lock:
             self._kept = [(other, each) for other, each in self._kept if not has_passed(other)]
             self._kept.append((mark, memory))
@@ -258,7 +258,7 @@ class RegisteredPages:
             return True
 
     def release(self) -> None:
-        """Before the memory is unmapped: give every piece back. Copies from and to it must be done. Idempotent."""
+        """Give every piece back, before the memory is unmapped. Copies from and to it must be done. Idempotent."""
         with self._lock:
             pieces, self._pieces = self._pieces, {}
             if not pieces or os.getpid() != self._process:  # registrations are not inherited by a forked child

@@ -28,7 +28,7 @@ class Target:
 
     @classmethod
     def new(cls, library: Library, device: int, size: int) -> Target:
-        """New memory, whose bytes arrive on the stream of `own_stream`."""
+        """Make new memory, whose bytes arrive on the stream of `own_stream`."""
         return cls(library.empty(size, device, own=True), library, size, own_stream(device), own=True)
 
     def copy_from(self, source: Any) -> Mark:
@@ -41,7 +41,7 @@ class Target:
         return self._mark
 
     def make_stream_wait(self) -> None:
-        """The array is used now: what the current stream does from now on runs after the arrival."""
+        """Make what the current stream does from now on run after the arrival: the array is used now."""
         current = self.library.stream(self.device)
         mark = self._mark
         if mark is not None and mark.passed:

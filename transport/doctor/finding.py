@@ -24,10 +24,10 @@ def ok(name: str, detail: str) -> Check:
 
 
 def warn(name: str, detail: str, remedy: str) -> Check:
-    """It works, but slower or with less than it could."""
+    """Return a check of what works, but slower or with less than it could."""
     return Check(name=name, status="warn", detail=detail, remedy=remedy)
 
 
 def fail(name: str, detail: str, remedy: str) -> Check:
-    """It does not work."""
+    """Return a check of what does not work."""
     return Check(name=name, status="fail", detail=detail, remedy=remedy)

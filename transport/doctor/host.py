@@ -120,7 +120,7 @@ def huge_pages(setting: str | None) -> Check:
 
 
 def _mib(size: int) -> int:
-    """Rounded up."""
+    """Return a size in MiB, rounded up."""
     return (size + (1 << 20) - 1) >> 20
 
 

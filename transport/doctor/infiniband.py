@@ -67,7 +67,7 @@ def _port(path: Path) -> PortView:
 
 
 def refusal(listed: Callable[[], Iterable[tuple[str, str]]], root: Path = SYSFS) -> str:
-    """Why the wire rdma cannot be used on this host; empty where it can. No interface with an IP address is needed.
+    """Say why the wire rdma cannot be used on this host; empty where it can. No interface with an IP address is needed.
 
     Args:
         listed: (transport, device) of all that the loaded UCX can use, as `all_transports` gives them.
@@ -87,7 +87,7 @@ def require() -> None:
 
 
 def lacking(lack: Lack | None, root: Path = SYSFS) -> Iterator[Check]:
-    """A fault of the installed UCX, on hosts whose ports it could use: before all else, since it costs the most.
+    """Check for a fault of the installed UCX, on hosts whose ports it could use: before all else: it costs the most.
 
     Args:
         lack: why the loaded UCX cannot use RDMA devices.
@@ -168,7 +168,7 @@ def traffic(before: list[PortView], after: list[PortView]) -> dict[str, int]:
 
 
 def rails(before: list[PortView], after: list[PortView], transfer_bytes: int) -> Check:
-    """Which ports carried a transfer of so many bytes, by their counters."""
+    """Check which ports carried a transfer of so many bytes, by their counters."""
     carried = traffic(before, after)
     earlier = {port.name: port.packets or 0 for port in before}
     packets = {port.name: port.packets - earlier.get(port.name, 0) for port in after if port.packets is not None}

@@ -39,7 +39,7 @@ def wires(*, rdma: bool) -> tuple[Wire, ...]:
 
 
 def checks(configuration: Configuration, over: Sequence[Wire], step: Callable[[int], None]) -> Iterator[Check]:
-    """A listener, and a transfer over each wire. ``step`` is called with the number of these that are done."""
+    """Check a listener, and a transfer over each wire. ``step`` is called with the number of these that are done."""
     content = np.frombuffer(os.urandom(_BYTES), np.uint8)
     secret = configuration.secret()
     try:

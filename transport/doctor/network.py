@@ -24,7 +24,7 @@ _FEWEST_BYTES: Final = 16  # of a secret that is not guessed
 
 
 def checks(configuration: Configuration, ports: Sequence[int]) -> Iterator[Check]:
-    """The advertised address, the ports that are to be served, and the secret."""
+    """Check the advertised address, the ports that are to be served, and the secret."""
     yield address(
         configuration.addresses,
         configuration.bind,
@@ -46,7 +46,7 @@ def address(
     route: str | None,
     foreign: Sequence[str] = (),
 ) -> Check:
-    """Which address tickets advertise, and by what rule; ``foreign``: what is said against those that are set."""
+    """Check which address tickets advertise, and by what rule; ``foreign``: what is said against those that are set."""
     if foreign:
         return warn(
             "address",

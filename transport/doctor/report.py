@@ -96,7 +96,7 @@ def settings(loaded: Loaded) -> Check:
 
 
 def ucx_settings() -> Check:
-    """The UCX settings that this package chooses, and the user's variables that override them."""
+    """Return the UCX settings that this package chooses, and the user's variables that override them."""
     mine = [f"{name}={value} (chosen)" for name, value in sorted(settings_for().items())]
     theirs = [
         f"{name}={os.environ[f'UCX_{name}']} (UCX_{name})"

@@ -39,7 +39,7 @@ class Parent(NamedTuple):
 
 
 def with_parents(values: Mapping[str, Any], parents: Sequence[Ticket | Parent]) -> dict[str, Any]:
-    """The values of a child: its new fields, and the field that names its parents.
+    """Return the values of a child: its new fields, and the field that names its parents.
 
     Raises:
         UsageError: no parents, more than 8, one twice, or the values have a field of this name.
@@ -134,7 +134,7 @@ def _discard(ring: SharedRingBuffer, error: BaseException) -> None:
 
 
 def check_rank(part: Parent, rank: int, child: Ticket) -> int:
-    """The rank by which a reader of the child's ``rank`` reads this part. RankError: the part has no such rank."""
+    """Return the rank by which a reader of the child's ``rank`` reads this part. RankError: there is none."""
     try:
         part.ticket.check_rank(part.first + rank)
     except RankError as error:

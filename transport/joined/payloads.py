@@ -87,7 +87,7 @@ class JoinedPayload(ReadPayload):
 
     @property
     def data(self) -> Any:
-        """Raises UsageError: each part has bytes of its own."""
+        """Refused: each part has bytes of its own. UsageError."""
         raise self._in_parts("bytes")
 
     @property
@@ -96,7 +96,7 @@ class JoinedPayload(ReadPayload):
         return self
 
     def layout(self) -> PayloadLayout:
-        """Raises UsageError: each part has a layout of its own."""
+        """Raise UsageError: each part has a layout of its own."""
         raise self._in_parts("a layout")
 
     def _in_parts(self, what: str) -> UsageError:
@@ -136,7 +136,7 @@ class JoinedPayload(ReadPayload):
 
 
 class _Joining:
-    """Decides what is read next; no I/O.
+    """Decision what is read next; no I/O.
 
     Args:
         kept: how many parts, from the first on, are the caller's, who releases them.
@@ -189,7 +189,7 @@ class _Joining:
         return tuple(name for name in schema.names if name in here or name == FIELD)
 
     def came(self, payload: Payload | None) -> None:
-        """The first of those that are left is here."""
+        """Note that the first of those that are left is here."""
         part, rank, depth = self._left.pop(0)
         self.parts.append(JoinedPart(part.ticket, rank, payload))
         layout = () if payload is None else payload.layout().placements
@@ -237,7 +237,7 @@ class _Joining:
         ordered[reached] = JoinedPart(ticket, rank, read.get(reached))
 
     def failed(self, ticket: Ticket, error: TransportError) -> TransportError:
-        """The error for a part that cannot be read; what was read before is released, and stays unacknowledged."""
+        """Return the error for an unreadable part; what was read before is released, and stays unacknowledged."""
         self.drop()
         if ticket is self._ticket:
             return error
@@ -294,7 +294,7 @@ async def join_to(
 async def find_parts(
     client: UCXXClient, ticket: Ticket, rank: int, known: list[JoinedPart], timeout: float | None = None
 ) -> None:
-    """The other parts of a payload that is not read again, for ``known`` as of `join_to`.
+    """Find the other parts of a payload that is not read again, for ``known`` as of `join_to`.
 
     Reads of each part the field that names its parents alone. Raises what `read_joined` raises.
     """

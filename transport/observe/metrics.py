@@ -130,7 +130,7 @@ Sample = tuple[str, tuple[str, ...], float]
 
 
 def ring_samples(ring: SharedRingBuffer, now_ns: int) -> Iterator[Sample]:
-    """Samples of a ring. Raises ClosedError."""
+    """Yield the samples of a ring. Raises ClosedError."""
     labels = (ring.ring_id[:8], ring.name)
     seen = ring.statistics()
     for state in ("free", "writing", "ready", "reading"):
@@ -162,7 +162,7 @@ def ring_samples(ring: SharedRingBuffer, now_ns: int) -> Iterator[Sample]:
 
 
 def client_samples(name: str, seen: ClientStatistics) -> Iterator[Sample]:
-    """Samples of a client."""
+    """Yield the samples of a client."""
     labels = (name,)
     for wire, size in seen.bytes_by_wire.items():
         yield "transport_client_read_bytes_total", (name, wire), size
@@ -186,7 +186,7 @@ def client_samples(name: str, seen: ClientStatistics) -> Iterator[Sample]:
 
 
 def packer_samples(name: str, seen: PackerStatistics) -> Iterator[Sample]:
-    """Samples of a data packer, its client included."""
+    """Yield the samples of a data packer, its client included."""
     yield "transport_packer_batches_total", (name,), seen.batches
     outcomes = {
         "consumed": seen.consumed,
@@ -201,7 +201,7 @@ def packer_samples(name: str, seen: PackerStatistics) -> Iterator[Sample]:
 
 
 def trainer_samples(name: str, seen: TrainerStatistics) -> Iterator[Sample]:
-    """Samples of a trainer, its client included."""
+    """Yield the samples of a trainer, its client included."""
     yield "transport_trainer_wait_seconds_total", (name,), seen.waited_s
     yield "transport_trainer_steps_total", (name, "given"), seen.steps
     yield "transport_trainer_steps_total", (name, "void"), seen.void_steps
@@ -214,7 +214,7 @@ def trainer_samples(name: str, seen: TrainerStatistics) -> Iterator[Sample]:
 
 
 def queue_samples(name: str, depth: QueueDepth, reasons: Mapping[str, int]) -> Iterator[Sample]:
-    """Samples of a queue."""
+    """Yield the samples of a queue."""
     for state in ("ready", "claimed"):
         yield "transport_queue_deliveries", (name, state), getattr(depth, state)
     for outcome in ("done", "discarded", "dead"):
@@ -226,7 +226,7 @@ def queue_samples(name: str, depth: QueueDepth, reasons: Mapping[str, int]) -> I
 
 
 class _Look:
-    """Asks a queue in a thread of its own: one whose server hangs is left out of a scrape, and delays it little."""
+    """Look at a queue in a thread of its own: one whose server hangs is left out of a scrape, and delays it little."""
 
     def __init__(self, queue: FoundRings) -> None:
         self._queue = queue
@@ -324,7 +324,7 @@ class _Port:
         yield from families.values()
 
     def close(self) -> None:
-        """In a forked child, which has no thread that serves, close the descriptor alone."""
+        """Close the port; in a forked child, which has no thread that serves, the descriptor alone."""
         if self.process == os.getpid():
             self._server.shutdown()
         self._server.server_close()
@@ -376,7 +376,7 @@ class Exporter:
             self._shared.remove(of)
 
     def add_ring(self, ring: SharedRingBuffer) -> None:
-        """Its states and counters."""
+        """Add the states and counters of a ring."""
         self.add(ring, ring.name, lambda _: ring_samples(ring, time.monotonic_ns()))
 
     def add_client(self, name: str, statistics: Callable[[], ClientStatistics]) -> None:
@@ -384,7 +384,7 @@ class Exporter:
         self.add(statistics, name, lambda name: client_samples(name, statistics()))
 
     def add_packer(self, name: str, statistics: Callable[[], PackerStatistics]) -> None:
-        """A data packer and its client."""
+        """Add a data packer and its client."""
         self.add(statistics, name, lambda name: packer_samples(name, statistics()))
 
     def add_trainer(self, name: str, statistics: Callable[[], TrainerStatistics]) -> None:
@@ -419,7 +419,7 @@ class Exporter:
 
 
 def configured_exporter(configuration: Configuration) -> Exporter | None:
-    """An exporter where ``metrics_port`` is set. None, with a warning, where there can be none.
+    """Return an exporter where ``metrics_port`` is set. None, with a warning, where there can be none.
 
     Processes that a launcher numbers on their host (``LOCAL_RANK`` …) have the port behind it that their number says.
     """

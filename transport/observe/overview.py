@@ -105,7 +105,7 @@ def named(names: Sequence[str]) -> tuple[list[str], set[str]]:
 
 
 def look(names: list[str] | None = None, runs: Collection[str] = ()) -> HostSnapshot:
-    """A snapshot of the host.
+    """Return a snapshot of the host.
 
     Args:
         names: only these rings, and the clients that map them or are connected to them.

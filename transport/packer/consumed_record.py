@@ -125,7 +125,7 @@ class ConsumedRecord:
         return made
 
     def to_bytes(self) -> bytes:
-        """The record as MessagePack, for a checkpoint."""
+        """Return the record as MessagePack, for a checkpoint."""
         rings = [
             (ring, [(slot, rank, generation) for (slot, rank), generation in slots.items()])
             for ring, slots in self._rings.items()
@@ -134,7 +134,7 @@ class ConsumedRecord:
 
     @classmethod
     def from_bytes(cls, data: bytes, settings: Settings = DEFAULTS) -> ConsumedRecord:
-        """The record that ``to_bytes`` stored. Raises UsageError for anything else, naming an unknown version."""
+        """Return the record that ``to_bytes`` stored. UsageError for anything else, naming an unknown version."""
         try:
             stored = msgspec.msgpack.decode(data, type=_Stored)
         except msgspec.MsgspecError as error:

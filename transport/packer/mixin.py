@@ -57,7 +57,7 @@ _CLIENT = ClientOptions()  # what setup_ucxx_packer() takes where nothing is sai
 
 
 class UCXXDataPackerMixin(WithBlock):
-    """Mix into a data packer, before its base class; `get_policy_input` then also takes tickets.
+    """Mixin for a data packer, before its base class; `get_policy_input` then also takes tickets.
 
     A ``with`` cleans up at its end.
     """
@@ -237,7 +237,7 @@ class UCXXDataPackerMixin(WithBlock):
 
     # --- the interface of the trainer ---------------------------------------------------------------------
     def get_policy_input(self, item: Any, *arguments: Any, **named: Any) -> Any:
-        """The policy's input. A ticket is resolved; anything else is passed to the base class.
+        """Return the policy's input. A ticket is resolved; anything else is passed to the base class.
 
         A ticket of a collected batch is looked up; one that was not prefetched is read now. This call consumes the
         payload, unless `consume` has already consumed its batch.
@@ -266,7 +266,7 @@ class UCXXDataPackerMixin(WithBlock):
         return given
 
     def payload_to_policy_input(self, payload: Payload, *_: Any, **__: Any) -> Any:
-        """The policy's input from a payload; override it. Default: its arrays by name."""
+        """Return the policy's input from a payload; override it. Default: its arrays by name."""
         return dict(payload)
 
     def ucxx_statistics(self) -> PackerStatistics:
@@ -279,7 +279,7 @@ class UCXXDataPackerMixin(WithBlock):
         return self._packer.metrics_port
 
     def consumed_record(self) -> ConsumedRecord:
-        """A copy of what was consumed.
+        """Return a copy of what was consumed.
 
         Store its `to_bytes()` in checkpoints: a restarted trainer that gets these tickets again drops them.
         """

@@ -75,7 +75,7 @@ class Prefetch(Generic[B]):
         return self._current.job.wait(timeout_s)
 
     def collect(self, keep: Callable[[FetchedBatch], None]) -> FetchedBatch:
-        """The complete batch, behind ``keep`` of it; the deferred one starts. Raises what fetching raised."""
+        """Return the complete batch, behind ``keep`` of it; the deferred one starts. Raises what fetching raised."""
         assert self._current is not None and self._current.job.outcome is not None
         batch, error = self._current.job.outcome
         if self._deferred is not None:

@@ -58,7 +58,7 @@ _Ending = tuple[SharedRingBuffer | None, UCXXServer | None, Announcement | None,
 
 
 class UCXXRolloutMixin(WithBlock):
-    """Mix into a rollout worker. Belongs to the worker's thread.
+    """Mixin for a rollout worker. Belongs to the worker's thread.
 
     `Rollout` is one by itself. A ``with`` cleans up at its end.
     """
@@ -447,12 +447,12 @@ def _close(ring: SharedRingBuffer, server: UCXXServer | None, waited_s: float) -
 
 
 def _wait_s(give_up: float) -> float:
-    """How long to wait for room before the next look at whether the wait is over."""
+    """Return the time to wait for room before the next look at whether the wait is over."""
     return 0.0 if hurry.stop_requested() else min(max(give_up - time.monotonic(), 0.0), _LOOK_S)
 
 
 def _check_wait(full: RingFullError, give_up: float) -> None:
-    """Raises ``full`` where the time is over, StopRequestedError where a stop was requested."""
+    """Raise ``full`` where the time is over, StopRequestedError where a stop was requested."""
     if hurry.stop_requested():
         raise StopRequestedError(f"{full}. The program was asked to stop: write no more, and close") from None
     if time.monotonic() >= give_up:
@@ -548,7 +548,7 @@ class Rollout(UCXXRolloutMixin):
         return "<Rollout closed>" if self._ucxx_ring is None else f"<Rollout {self._ucxx_ring!r}>"
 
     def close(self, drain_s: float = 0.0, *, ends: bool = True) -> None:
-        """The same as `cleanup_ucxx`."""
+        """Do the same as `cleanup_ucxx`."""
         if ends:
             self.cleanup_ucxx(drain_s)
         else:

@@ -21,7 +21,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 
 
 async def warm_up(client: UCXXClient, directory: Directory | None) -> None:
-    """Until connections stand, or something was read. Belongs to the client's loop; cancel it any time."""
+    """Make connections, until some stand or something was read. Belongs to the client's loop; cancel it any time."""
     pause_s = _FIRST_PAUSE_S
     try:
         await client.warm()  # the worker, where it is needed in any case
@@ -38,7 +38,7 @@ async def warm_up(client: UCXXClient, directory: Directory | None) -> None:
 
 
 def known_places(directory: Directory) -> list[str]:
-    """The addresses of the rings that the directory has. Blocks."""
+    """Return the addresses of the rings that the directory has. Blocks."""
     places: list[str] = []
     try:
         for serving in directory.all():

@@ -47,7 +47,7 @@ class RoundSnapshot(NamedTuple):
 
 
 class Complete(NamedTuple):
-    """Complete the round: write the places; members that join later become spares.
+    """Decision to complete the round: write the places; members that join later become spares.
 
     ``active`` in the order of ranks; ``standby`` in the order of slots.
     """
@@ -57,13 +57,13 @@ class Complete(NamedTuple):
 
 
 class OpenNext(NamedTuple):
-    """Open the next round, which members can join."""
+    """Decision to open the next round, which members can join."""
 
     why: str
 
 
 class CloseRun(NamedTuple):
-    """End the run."""
+    """Decision to end the run."""
 
     reason: Reason
     message: str

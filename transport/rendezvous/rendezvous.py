@@ -95,7 +95,7 @@ class Rendezvous:
 
     @property
     def closing(self) -> Closing | None:
-        """How the run ended, if it has."""
+        """End of the run, if it has ended."""
         return self._session.view.closing
 
     @property

@@ -115,7 +115,7 @@ def attached(name: str, role: Role) -> Attachment:
 
 
 def random_name(prefix: str) -> str:
-    """A name that no other ring has."""
+    """Return a name that no other ring has."""
     return f"{_BEGINNING}{prefix}{secrets.token_hex(8)}"
 
 
@@ -134,12 +134,12 @@ def belongs(name: str, prefix: str) -> bool:
 
 
 def beginning_of(prefix: str) -> str:
-    """With this every name may begin that is to belong to ``prefix``."""
+    """Return the beginning of every name that is to belong to ``prefix``."""
     return prefix if prefix.endswith(_SEPARATORS) else f"{prefix}-"
 
 
 def placed(file: str | os.PathLike[str]) -> str:
-    """The absolute path of a ring's file. UsageError: it is none, or its folder does not exist."""
+    """Return the absolute path of a ring's file. UsageError: it is none, or its folder does not exist."""
     try:
         given = os.fsdecode(file)
         found = Path(given).resolve()
@@ -153,7 +153,7 @@ def placed(file: str | os.PathLike[str]) -> str:
 
 
 def name_in(file: str, prefix: str) -> str:
-    """The name of the ring in this file: the same in every run with the prefix."""
+    """Return the name of the ring in this file: the same in every run with the prefix."""
     return f"{_BEGINNING}{prefix}{hashlib.sha256(file.encode()).hexdigest()[:16]}"
 
 
@@ -258,7 +258,7 @@ def leave(native: _ring.Ring, *, only_empty: bool, give_up_unread: bool = False)
 
 
 def file_of(name: str) -> str:
-    """The file that a segment of this host lies in, also when that is gone; "": it lies in /dev/shm itself."""
+    """Return the file that a segment of this host lies in, also when that is gone; "": it lies in /dev/shm itself."""
     try:
         return str(Path(f"/dev/shm{name}").readlink())
     except OSError:

@@ -78,10 +78,10 @@ class ClaimedPart(Protocol):
         """Those whose checksum is wrong."""
 
     def note(self, index: int) -> bytes:
-        """The encoded ticket."""
+        """Return the encoded ticket."""
 
     def drop(self, index: int, reason: str, dead: bool, consumer: str = "", delay_s: float = 0.0) -> None:
-        """The payload leaves the part; it may be claimed again, after the delay, or not where ``dead``."""
+        """Take the payload out of the part; it may be claimed again, after the delay, or not where ``dead``."""
 
     def release(self, delay_s: float = 0.0, in_vain: bool = True) -> None:
         """Give back what was not finished, without waiting. ``in_vain``: it counts as a delivery. Idempotent."""
@@ -142,7 +142,7 @@ class Gathered(Sequence[Mapping[str, Any]]):
     @overload
     def __getitem__(self, key: slice) -> list[Mapping[str, Any]]: ...
     def __getitem__(self, key: str | int | slice) -> Any:
-        """A tensor of the whole batch by its name (of a list: one array for each payload), or a payload's tensors."""
+        """Return a tensor of the batch by its name (of a list: an array for each payload), or a payload's tensors."""
         if isinstance(key, str):
             if key not in self.schema.names:
                 raise KeyError(f"{key}; the tensors are {', '.join(self.schema.names)}")
@@ -182,7 +182,7 @@ class Gathered(Sequence[Mapping[str, Any]]):
 
     @property
     def cu_seqlens(self) -> dict[str, Any]:
-        """By the name of a ragged tensor, where each payload's rows begin in a packed one, and the end of the last.
+        """Beginnings of each payload's rows in a packed tensor, and the end of the last, by the name of a ragged one.
 
         int32, in the batch's memory; empty for other layouts.
         """
@@ -391,7 +391,7 @@ class Gathered(Sequence[Mapping[str, Any]]):
         return field_value(self.schema.kinds[name], self._bytes[name][begin:end], f"{name} of payload {at}")
 
     def payload(self, at: int) -> Mapping[str, Any]:
-        """The fields of the payload at this position, by name."""
+        """Return the fields of the payload at this position, by name."""
         if self.layout != "list":
             return self._laid_out(at)
         part, index = self._parts[0], at
@@ -428,7 +428,7 @@ class Gathered(Sequence[Mapping[str, Any]]):
 
 
 def _joined(tables: Sequence[npt.NDArray[np.int64]], rows: int) -> npt.NDArray[np.int64]:
-    """The columns of all tables side by side; of one table without a copy."""
+    """Return the columns of all tables side by side; of one table without a copy."""
     return tables[0] if len(tables) == 1 else np.hstack([np.empty((rows, 0), np.int64), *tables])
 
 

@@ -1,4 +1,4 @@
-"""How a batch is laid out: the arguments of `Trainer`, checked."""
+"""Layout of a batch: the arguments of `Trainer`, checked."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
         return schema if self.fields is None else schema.only(self.fields)
 
     def fills(self, schema: Schema | None) -> dict[str, bytes]:
-        """The bytes of the fill value of each tensor. SchemaError or UsageError where shape and schema do not fit."""
+        """Return the bytes of each tensor's fill value. SchemaError or UsageError where shape and schema do not fit."""
         if schema is None:
             raise SchemaError("a batch has the tensors of a schema; attach to the ring with the one it was made for")
         names = set(self.part(schema).names)
@@ -142,7 +142,7 @@ def _stands_for(filled: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any]) -> b
 
 @lru_cache(maxsize=64)
 def fields_of(schema: Schema) -> _ring.BatchFields:
-    """The schema in the form that native code takes."""
+    """Return the schema in the form that native code takes."""
     rows = []
     for spec in schema.tensors:
         inner = spec.shape[1:] if spec.ragged else spec.shape

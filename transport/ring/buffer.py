@@ -110,7 +110,7 @@ class SharedRingBuffer(Attachment):
             share_here(self)
 
     def __reduce__(self) -> NoReturn:
-        """Raises UsageError, for `pickle` and `copy`."""
+        """Raise UsageError, for `pickle` and `copy`."""
         raise UsageError(
             "a ring is not pickled: send its name, and attach there with SharedRingBuffer.attach(name, schema)"
         )
@@ -268,14 +268,14 @@ class SharedRingBuffer(Attachment):
         return consumers_of(self.native.consumers)
 
     def rank_of(self, consumer: str | int, rank: int | None = None) -> int:
-        """The rank of this consumer's own ``rank``, for reads and acknowledgements; an int stays what it is.
+        """Return the rank of this consumer's own ``rank``, for reads and acknowledgements; an int stays what it is.
 
         RankError: the ring has no consumer of this name, it has fewer ranks, or several and none was given.
         """
         return consumer if isinstance(consumer, int) else rank_of(self.consumers, consumer, rank)
 
     def readers_of(self, readers: int | None) -> int:
-        """For how many ranks a payload is written: None: for all consumers, or one. UsageError: for others."""
+        """Return for how many ranks a payload is written: None: for all consumers, or one. UsageError: for others."""
         if readers is None:
             return self._ranks or 1
         if self._ranks and readers != self._ranks:
@@ -543,7 +543,7 @@ class SharedRingBuffer(Attachment):
             raise WrongKeyError(f"ticket {ticket.name}: key mismatch for this slot and generation")
 
     def key(self, slot: int, generation: int) -> int:
-        """The key that a ticket for this slot and generation carries."""
+        """Return the key that a ticket for this slot and generation carries."""
         return _ring.slot_key(self._secret, slot, generation)
 
     def read_raw(self, ticket: Ticket, rank: int = 0) -> ReadLease:
@@ -583,7 +583,7 @@ class SharedRingBuffer(Attachment):
             _ring.copy(destination, lease.view)
 
     def refusal(self, answer: int, ticket: Ticket, rank: int) -> TransportError:
-        """The error for an answer of the native `begin_read`. Raises it where the ticket alone explains it."""
+        """Return the error for an answer of the native `begin_read`. Raises it where the ticket alone explains it."""
         self.check(ticket, rank)
         if answer == _ring.READ_OTHER_LENGTH:
             length = self.native.info(ticket.slot).length
@@ -644,7 +644,7 @@ class SharedRingBuffer(Attachment):
         return [payload for _, payload in sorted(found, key=lambda each: each[0])]
 
     def ticket_in(self, slot: int, generation: int) -> Ticket | None:
-        """The ticket of a slot's payload. None: it is gone; or, with a warning, its ticket cannot be read."""
+        """Return the ticket of a slot's payload. None: it is gone; or, with a warning, its ticket cannot be read."""
         note = self.native.note(slot, generation)
         try:
             return None if note is None else Ticket.decode(note)
@@ -728,7 +728,7 @@ class SharedRingBuffer(Attachment):
         mapped.release()
 
     def settle(self) -> None:
-        """A lease has ended, or the ring was closed: the last of them gives CUDA's registrations back."""
+        """Note that a lease has ended, or the ring was closed: the last of them gives CUDA's registrations back."""
         if self.native.closed and not self.native.lent:
             self._pages.release()
 

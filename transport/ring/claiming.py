@@ -13,7 +13,7 @@ _SLICE_S: Final = 0.1  # between looks for events without a wake-up, such as dea
 
 
 def check_claim(n: int, rank: int | str) -> None:
-    """Raises UsageError, RankError: no claim is of so many payloads, or no payload of such a rank.
+    """Raise UsageError, RankError: no claim is of so many payloads, or no payload of such a rank.
 
     Whether a name is one, each ring says.
     """

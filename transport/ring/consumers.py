@@ -55,7 +55,7 @@ def consumers_text(given: Any) -> str:
 
 
 def consumers_of(text: str) -> Consumers:
-    """The named ranks that `consumers_text` has described. SharedMemoryError for any other text."""
+    """Return the named ranks that `consumers_text` has described. SharedMemoryError for any other text."""
     found: dict[str, range] = {}
     if not text or text in _NUMBERS:
         return found
@@ -72,12 +72,12 @@ def consumers_of(text: str) -> Consumers:
 
 
 def ranks_of(text: str) -> int:
-    """For how many ranks each payload is written; 0: each write says. SharedMemoryError as `consumers_of`."""
+    """Return for how many ranks each payload is written; 0: each write says. SharedMemoryError as `consumers_of`."""
     return int(text) if text in _NUMBERS else sum(map(len, consumers_of(text).values()))
 
 
 def check_consumer(rank: str, what: str) -> str:
-    """A name that a ring may have, as ``what`` is one. RankError for other text: ``"0"`` is not rank 0."""
+    """Return a name that a ring may have, as ``what`` is one. RankError for other text: ``"0"`` is not rank 0."""
     name, colon, own = rank.partition(":")
     if not _NAME.fullmatch(name) or (colon and not (own.isdecimal() and len(own) < 3)):
         raise RankError(f"{what} got a str: give a whole number, or a consumer's name, not {rank!r:.80}")
@@ -85,7 +85,7 @@ def check_consumer(rank: str, what: str) -> str:
 
 
 def rank_of(consumers: Consumers, consumer: str | int, rank: int | None = None) -> int:
-    """The rank of the payload's readers that this consumer's own rank is; an int is a rank already.
+    """Return the rank of the payload's readers that this consumer's own rank is; an int is a rank already.
 
     ``"train:2"`` is rank 2 of the consumer ``"train"``.
 

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 def ordered_lengths(schema: Schema, named: Mapping[str, int | None]) -> tuple[int, ...]:
-    """The numbers that a ticket has for tensors of these lengths. SchemaError when names are missing or unknown.
+    """Return the numbers that a ticket has for tensors of these lengths. SchemaError when names are missing or unknown.
 
     An optional tensor without a length is absent; of one that is not ragged any number says that it is there.
     """
@@ -57,7 +57,7 @@ class _Lease:
         return self._loan.slot
 
     def register(self, device: int) -> None:
-        """Copies between the slot and ``device`` are to come: see `SharedRingBuffer.register`."""
+        """Register the slot's memory for copies between it and ``device``: see `SharedRingBuffer.register`."""
         self._ring.register(self.slot, device)
 
     def _settle(self) -> None:

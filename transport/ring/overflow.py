@@ -1,4 +1,4 @@
-"""How a writer gets a slot when the ring is full.
+"""Ways in which a writer gets a slot when the ring is full.
 
     "block"      waits for a reader to free one, within a time limit (back-pressure; the default)
     "error"      raises RingFullError at once
@@ -45,7 +45,7 @@ class Overflowing:
         self._said = logs.LogLimit(logs.SAY_AGAIN_S)
 
     def take(self, timeout_s: float | None) -> _ring.Loan:
-        """A slot to write. Raises RingFullError if none becomes free in time; None: no limit."""
+        """Return a slot to write. Raises RingFullError if none becomes free in time; None: no limit."""
         native = self._native
         taken = native.try_take()
         if taken is None and self.policy == "overwrite":
@@ -62,7 +62,7 @@ class Overflowing:
         return taken
 
     def _kept(self) -> str:
-        """Why no slot is free: which processes hold how many that are being read, claims included."""
+        """Say why no slot is free: which processes hold how many that are being read, claims included."""
         _, writing, ready, reading = self._native.state_counts()
         held: Counter[int] = Counter()
         for slot in range(self._native.slot_count):
@@ -118,7 +118,7 @@ class Overflowing:
             )
 
     def _patience_s(self) -> float:
-        """How long to wait for a freed slot before polling for changes without wake-up: see `_wait`."""
+        """Return the time to wait for a freed slot before polling for changes without wake-up: see `_wait`."""
         if self.policy == "overwrite":
             return _LOOK_S
         if not self.may_expire:

@@ -1,4 +1,4 @@
-"""From the caller's values to packed bytes, and from packed bytes to arrays. Nothing is pickled on either way.
+"""Packing: the caller's values to packed bytes, and packed bytes to arrays. Nothing is pickled on either way.
 
 arrays, lengths = describe(schema, mapping)          # validated; host memory is not copied yet, nor a device's
 layout = schema.layout(lengths)
@@ -41,7 +41,7 @@ _LEAST_LIMIT: Final = 1 << 16  # bytes; few limits make few descriptions, which 
 
 
 def describe_exact(mapping: Mapping[str, object]) -> tuple[Schema, list[Field], tuple[int, ...]]:
-    """For a payload without a schema: the schema of these values, the fields, and the lengths of the ragged ones.
+    """Describe a payload without a schema: the schema of these values, the fields, and the lengths of the ragged ones.
 
     Arrays and buffers become tensors of exactly their shape, str becomes text, bytes bytes, and all else a value, which
     comes back as what it was. Only these last three are ragged. SchemaError, naming the path, for what cannot travel.
@@ -75,7 +75,7 @@ def _check_mapping(payload: object) -> None:
 
 
 def _exact(value: object, name: str) -> tuple[str, Field]:
-    """The dtype or kind of a value, and its field."""
+    """Return the dtype or kind of a value, and its field."""
     if type(value) is str:
         return "text", text_bytes(value, name)
     if type(value) is bytes:
@@ -90,7 +90,7 @@ def _exact(value: object, name: str) -> tuple[str, Field]:
 def describe(
     schema: Schema, mapping: Mapping[str, object], casting: Casting = "safe"
 ) -> tuple[list[Field], tuple[int, ...]]:
-    """The mapping's values as arrays in the schema's order, and the numbers that a ticket has for them.
+    """Return the mapping's values as arrays in the schema's order, and the numbers that a ticket has for them.
 
     Text, bytes and values are arrays of their bytes, or `Pieces`. A list of numbers is an array where the schema asks.
     An optional tensor is absent where there is no value, or None.
@@ -181,7 +181,7 @@ def _number(spec: TensorSpec, value: Any, dtype: np.dtype[Any]) -> np.ndarray:
 
 
 def _numbers(spec: TensorSpec, value: Any, dtype: np.dtype[Any], casting: Casting) -> np.ndarray:
-    """A list of numbers, of any depth, which has no dtype of its own either."""
+    """Return a list of numbers, of any depth, which has no dtype of its own either."""
     try:
         found = np.asarray(value)
     except (ValueError, TypeError, OverflowError) as error:
@@ -208,7 +208,7 @@ def _numbers(spec: TensorSpec, value: Any, dtype: np.dtype[Any], casting: Castin
 
 
 def flat(layout: PayloadLayout, fields: Sequence[Field]) -> tuple[PayloadLayout, list[Array]]:
-    """For payloads with values: each piece as an array of its own, at its place. Others come as they are."""
+    """Flatten payloads with values: each piece as an array of its own, at its place. Others come as they are."""
     placements: list[Placement] = []
     arrays: list[Array] = []
     for placement, field in zip(layout.placements, fields, strict=True):
@@ -257,7 +257,7 @@ def pack_from(
 
 
 def _plain(array: Array, placement: Placement) -> Array:
-    """A device tensor contiguous and of the placement's dtype; on the host where its library has no such dtype."""
+    """Return a device tensor contiguous and of the placement's dtype; on the host where its library lacks the dtype."""
     if not isinstance(array, DeviceTensor) or (array.contiguous and array.dtype == placement.dtype):
         return array
     converted = library_of(array.value).converted(array, placement.dtype)
@@ -295,7 +295,7 @@ def zero_gaps(layout: PayloadLayout, destination: memoryview) -> None:
 
 
 def _gaps(layout: PayloadLayout) -> Iterator[tuple[int, int]]:
-    """For each tensor, the start and end of the gap before it; the end is where the tensor starts."""
+    """Yield for each tensor the start and end of the gap before it; the end is where the tensor starts."""
     position = 0
     for placement in layout.placements:
         yield position, placement.offset
@@ -304,7 +304,7 @@ def _gaps(layout: PayloadLayout) -> Iterator[tuple[int, int]]:
 
 # --- out: packed bytes to arrays -----------------------------------------------------------------
 def views(layout: PayloadLayout, buffer: object, writable: bool) -> dict[str, Any]:
-    """The payload's tensors by name, as arrays in the buffer's own memory; None for those that it is without.
+    """Return the payload's tensors by name, as arrays in the buffer's own memory; None for those that it is without.
 
     buffer: contiguous host bytes, at least `layout.total`. Every array keeps it exported, hence alive and in place.
     The arrays are read-only unless `writable`, and then cannot be made writable either.
@@ -320,7 +320,7 @@ def views(layout: PayloadLayout, buffer: object, writable: bool) -> dict[str, An
 
 
 def decoded_views(layout: PayloadLayout, buffer: object, kinds: Mapping[str, str]) -> Mapping[str, Any]:
-    """`views`, read-only, and what stands for text, bytes or a value decoded when it is first looked at.
+    """Return `views`, read-only; what stands for text, bytes or a value is decoded when it is first looked at.
 
     kinds: `Schema.kinds`.
     """
@@ -329,7 +329,7 @@ def decoded_views(layout: PayloadLayout, buffer: object, kinds: Mapping[str, str
 
 
 def _views_of(layout: PayloadLayout, memory: Any) -> dict[str, Any]:
-    """The same for our own read-only memory, which stays in place as long as its object lives: a call per tensor."""
+    """Return the same for our own read-only memory, which stays as long as its object lives: a call per tensor."""
     if len(memory) < layout.total:
         raise BufferUnsuitableError(f"the buffer has {len(memory)} bytes, the payload {layout.total}")
     return {
@@ -345,7 +345,7 @@ def _array_at(base: np.ndarray, placement: Placement) -> np.ndarray:
 
 # --- destinations --------------------------------------------------------------------------------
 def check_destination(out: Any, size: int) -> memoryview | DeviceArray:
-    """The memory of `out` that a payload of `size` bytes may be received into.
+    """Return the memory of `out` that a payload of `size` bytes may be received into.
 
     UCX writes to any address it is given, even in read-only or strided memory, so this check protects both.
     Returns a flat writable memoryview of exactly `size` bytes of unsigned char, or `out` itself for device memory.
@@ -375,7 +375,7 @@ def _sized(flat: memoryview, size: int) -> memoryview:
 
 
 def _flat(out: object) -> memoryview:
-    """The value's own memory as flat bytes, never a copy of it."""
+    """Return the value's own memory as flat bytes, never a copy of it."""
     if type(out) is memoryview and out.ndim == 1 and out.format == "B" and out.c_contiguous:
         return out
     kind = type(out).__name__

@@ -41,7 +41,7 @@ class PayloadPart(NamedTuple):
         return sum(each.nbytes for each in self.ranges)
 
     def copied(self, whole: Any) -> memoryview:
-        """The part alone, cut out of the whole payload's bytes."""
+        """Return the part alone, cut out of the whole payload's bytes."""
         memory = memoryview(bytearray(self.layout.total))
         source = memoryview(whole).cast("B")
         for begin, place, nbytes in self.ranges:

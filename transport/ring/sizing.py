@@ -1,4 +1,4 @@
-"""How large a ring must be: pure arithmetic from a schema and a rate, for `transport size`.
+"""Size of a ring: pure arithmetic from a schema and a rate, for `transport size`.
 
 A slot is in use from the first byte written until the last rank's acknowledgement. By Little's law the slots in use are
 the payloads per second times the seconds that each stays; a pause of the trainers adds the payloads that arrive in it.
@@ -58,7 +58,7 @@ def sized(
     unfinished: int = 0,
     ahead: int | None = None,
 ) -> Sizing:
-    """The ring for payloads of at most ``slot_bytes``.
+    """Return the ring for payloads of at most ``slot_bytes``.
 
     Args:
         rate: payloads per second that are written to one ring.

@@ -50,7 +50,7 @@ class RingStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def bytes_read(self) -> int:
-        """Over all wires."""
+        """Bytes read over all wires."""
         return sum(self.bytes_by_wire.values())
 
     @property

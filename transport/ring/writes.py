@@ -89,7 +89,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
         return self.deadline_s is not None or self.deadline is not None
 
     def times(self) -> tuple[float, float | None]:
-        """Creation and deadline of a payload whose slot was just taken, by the clock of this host."""
+        """Return creation and deadline of a payload whose slot was just taken, by the clock of this host."""
         now = time.time()
         return now, self.deadline if self.deadline_s is None else now + self.deadline_s
 
@@ -226,7 +226,7 @@ class PlannedWrite:
 
 
 def version_of(policy_version: int) -> int:
-    """A policy version that a slot can hold. UsageError for any other."""
+    """Return a policy version that a slot can hold. UsageError for any other."""
     number = operator.index(policy_version)
     if not -(1 << 63) < number < 1 << 63:
         raise UsageError(f"policy_version={number} does not fit 64 bits")
@@ -234,7 +234,7 @@ def version_of(policy_version: int) -> int:
 
 
 def seconds(value: Any, name: str) -> float:
-    """A time that a slot can hold. UsageError for any other."""
+    """Return a time that a slot can hold. UsageError for any other."""
     if not isinstance(value, numbers.Real) or not -_FOR_EVER_S <= float(value) <= _FOR_EVER_S:  # a NaN is neither
         raise UsageError(f"{name}={value!r}; give a number of seconds, or None for no limit")
     return float(value)
@@ -248,7 +248,7 @@ def longest_wait(timeout_s: float | None) -> float | None:
 def terms_of(
     readers: int, deadline_s: float | None, policy_version: int | None = None, *, deadline: float | None = None
 ) -> Terms:
-    """Checked."""
+    """Return the terms, checked."""
     readers = operator.index(readers)
     if not 1 <= readers <= _ring.MAX_READERS:
         raise RankError(f"readers={readers}; a payload is written for 1 to {_ring.MAX_READERS} ranks")
@@ -275,7 +275,7 @@ def metadata_of(
 
 @lru_cache(maxsize=64)
 def _head(ring_id: str, segment: str, addresses: str, ports: tuple[int, ...]) -> bytes:
-    """The beginning of every ticket of a ring, of `Ticket.encode`."""
+    """Return the beginning of every ticket of a ring, of `Ticket.encode`."""
     row = (ring_id, segment, host_identity(), tuple(filter(None, addresses.split(","))), ports)
     return Ticket.head_of(row)
 

@@ -50,7 +50,7 @@ def seconds(value: Any, what: str) -> None:
 
 
 def waiting(timeout: Any, what: str) -> float | None:
-    """A longest wait as the standard library takes it: None for one without an end."""
+    """Return a longest wait as the standard library takes it: None for one without an end."""
     seconds(timeout, what)
     return None if timeout is None or timeout > _FOR_EVER_S else float(timeout)
 

@@ -29,7 +29,7 @@ def _in_daemon(call: Callable[[], T], told: Callable[[list[_Outcome[T]]], object
 
 
 def _run(calls: list[Callable[[], T]], tolds: list[Callable[[list[_Outcome[T]]], object]]) -> None:
-    """The thread holds nothing of the call when it tells: an exit does not wait for the thread, and a thread that then
+    """Run a call and tell, holding nothing of the call then: an exit does not wait for the thread, and one that then
     frees a framework's object, such as torch's process group, aborts the process.
 
     Nor does its frame hold the outcome or its receiver afterwards: an error refers to this frame, and in a cycle both
@@ -77,7 +77,7 @@ def _settle(future: Future[T] | asyncio.Future[T], result: T | None, error: Base
 
 
 def in_parallel(calls: Iterable[Callable[[], T]], at_once: int, stop: Callable[[], object]) -> list[T]:
-    """The results of calls, in their order, made by up to ``at_once`` daemon threads.
+    """Return the results of calls, in their order, made by up to ``at_once`` daemon threads.
 
     After an error no further call begins, ``stop`` is called so that the running ones can end, and the error is raised
     once they have.

@@ -72,7 +72,7 @@ def _first() -> tuple[float, float]:
 
 
 def begin(most_s: float = MOST_S) -> None:
-    """The process ends. For signal handlers: it takes no lock that the interrupted code may hold."""
+    """Begin the process's end. For signal handlers: it takes no lock that the interrupted code may hold."""
     now = time.monotonic()
     at = now + most_s, now
     if ends.setdefault(_SIGNAL, at) is at and _connections:
@@ -87,7 +87,7 @@ def over() -> None:
 
 @contextlib.contextmanager
 def while_ending(most_s: float = MOST_S) -> Iterator[None]:
-    """While the block runs, calls of all threads wait for a silent server at most ``most_s`` seconds from now."""
+    """Let calls of all threads wait for a silent server at most ``most_s`` seconds from now, while the block runs."""
     key = object()
     ended = Flag()
     now = time.monotonic()

@@ -23,7 +23,7 @@ def after_import(name: str, act: Callable[[], object]) -> None:
 
 
 class _Watch(importlib.abc.MetaPathFinder):
-    """Finds nothing itself: it asks the others for the module, until that has been imported."""
+    """Finder that asks the others for the module, until that has been imported."""
 
     def __init__(self, name: str, act: Callable[[], object]) -> None:
         self.name = name

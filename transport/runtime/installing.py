@@ -41,6 +41,6 @@ PACKAGES: Final[dict[str, tuple[str, ...]]] = {
 
 
 def install(what: str, *options: str) -> str:
-    """The command that installs what the extra ``what`` would, or another package of the list."""
+    """Return the command that installs what the extra ``what`` would, or another package of the list."""
     packages = (f"'{each}'" if set(each) & set("<>[") else each for each in PACKAGES[what])
     return " ".join(["pip install", *options, *packages])

@@ -51,7 +51,7 @@ _folders: set[str] = set()
 
 # --- what belongs to the command ----------------------------------------------------------------------
 def segment_prefix(what: str) -> str:
-    """A prefix for `SharedRingBuffer.create`, here or in a process below: such segments end with the command."""
+    """Return a prefix for `SharedRingBuffer.create`, here or in a process below: such segments end with the command."""
     prefix = f"{what}-{secrets.token_hex(8)}-"
     _prefixes.add(f"transport-{prefix}")
     return prefix
@@ -59,7 +59,7 @@ def segment_prefix(what: str) -> str:
 
 @contextlib.contextmanager
 def owning_segment(name: str) -> Iterator[None]:
-    """While the block runs, the segment ``name`` ends with the command."""
+    """End the segment ``name`` with the command, while the block runs."""
     _names.add(name.lstrip("/"))
     try:
         yield
@@ -69,7 +69,7 @@ def owning_segment(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def temporary_folder(prefix: str) -> Iterator[Path]:
-    """A `tempfile.TemporaryDirectory` that ends with the command, however that ends."""
+    """Return a `tempfile.TemporaryDirectory` that ends with the command, however that ends."""
     with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as folder:
         _folders.add(folder)
         try:
@@ -90,7 +90,7 @@ def began(extra_s: float = 0.0) -> None:
 
 @contextlib.contextmanager
 def bounded() -> Iterator[TimeLimit]:
-    """While the block runs, an interrupt ends this process within the time limit. For the main thread.
+    """Let an interrupt end this process within the time limit, while the block runs. For the main thread.
 
     The first interrupt raises KeyboardInterrupt. Later ones do not: they would interrupt the clean-up.
     """
@@ -223,7 +223,7 @@ def _send(number: int, pids: Iterable[int]) -> None:
 
 
 def _made_by_ucx(pid: int) -> list[Path]:
-    """The process's UCX segments that still have a name; the kernel frees the others with the process."""
+    """Return the process's UCX segments that still have a name; the kernel frees the others with the process."""
     found = []
     with contextlib.suppress(OSError):
         for entry in os.scandir(f"/proc/{pid}/fd"):
@@ -235,7 +235,7 @@ def _made_by_ucx(pid: int) -> list[Path]:
 
 
 def _descendants() -> set[int]:
-    """Living processes below this one."""
+    """Return the living processes below this one."""
     children: dict[int, list[int]] = {}
     dead = set()
     for entry in os.scandir("/proc"):

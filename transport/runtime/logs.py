@@ -51,7 +51,7 @@ class JsonLines(logging.Formatter):
 
 
 def handler(form: LogFormat, who: str = "") -> logging.Handler:
-    """A handler to standard error. ``who``: the name of the process in the lines."""
+    """Return a handler to standard error. ``who``: the name of the process in the lines."""
     to_stderr = logging.StreamHandler()
     name = f"{who} " if who else ""
     to_stderr.setFormatter(
@@ -71,7 +71,7 @@ class LogLimit:
         self._suppressed = 0
 
     def due(self) -> int | None:
-        """Number of warnings suppressed since the last written one; None: suppress this one as well."""
+        """Return the number of warnings suppressed since the last written one; None: suppress this one as well."""
         now = time.monotonic()
         if now < self._next:
             self._suppressed += 1
@@ -94,15 +94,15 @@ class Overdue:
 
     @property
     def waited_s(self) -> float:
-        """Since the first look; 0: it is not waited for."""
+        """Seconds since the first look; 0: it is not waited for."""
         return max(0.0, time.monotonic() - self._since)
 
     def came(self) -> None:
-        """It is waited for no more."""
+        """Note that it has come, and is waited for no more."""
         self._since = self._look_at = math.inf
 
     def due(self) -> bool:
-        """It has not come: whether to look for the reason now."""
+        """Return whether to look for the reason now: it has not come."""
         now = time.monotonic()
         if self._since > now:
             self._since, self._look_at = now, now + LOOK_S

@@ -43,7 +43,7 @@ def gone(pid: int) -> bool:
 
 
 class AtExit:
-    """Calls a method when the process exits, while threads still run, if its object still lives by then.
+    """Call of a method when the process exits, while threads still run, if its object still lives by then.
 
     A thread that returns from native code while the interpreter finalises is killed by the interpreter, and the process
     aborts; so the owner of such a thread ends it here. Does nothing in a forked child.
@@ -247,7 +247,7 @@ class LoopThread:
         self._at_exit = AtExit(self._close_at_exit)
 
     def __del__(self) -> None:
-        """Where an interrupt ended the constructor, nobody else ends the thread."""
+        """End the thread where an interrupt ended the constructor: nobody else does."""
         if hasattr(self, "_own") and not self.closed:
             self._own.dropped = True  # before the look: the thread looks after it has made the loop
             if self._own.loop is not None:
@@ -332,7 +332,7 @@ class LoopThread:
         self._close(math.inf)
 
     def _close_at_exit(self) -> None:
-        """Within a limit: a loop that hangs, as in a callback that does not return, must not keep the process."""
+        """Close within a limit: a loop that hangs, as in a callback that does not return, must not keep the process."""
         self._close(_EXIT_S)
 
     def _close(self, most_s: float) -> None:
@@ -366,7 +366,7 @@ class _Own:
         self.stopped = Flag()  # the loop takes nothing more
 
     def end(self) -> None:
-        """On the loop."""
+        """Start the end, on the loop."""
         if self.ending is None:
             self.ending = asyncio.get_running_loop().create_task(self._end())
 

@@ -21,7 +21,7 @@ def silent(done: int, total: int, size: int) -> None:
 
 @contextlib.contextmanager
 def bar(what: str, time_left: bool = False) -> Iterator[Progress]:
-    """A progress bar on standard error while the block runs; nothing where that is no terminal.
+    """Return a progress bar on standard error while the block runs; nothing where that is no terminal.
 
     time_left: how long it will take from now on, instead of how long it has taken.
     """
@@ -100,7 +100,7 @@ def lasting(seconds: float) -> str:
 
 @contextlib.contextmanager
 def bar_with_time_left(what: str) -> Iterator[Progress]:
-    """For work of more than some seconds: a bar on a terminal, elsewhere a line after 5 seconds and then every 30."""
+    """Show work of more than some seconds: a bar on a terminal, elsewhere a line after 5 seconds and then every 30."""
     if sys.stderr.isatty():
         with bar(what, time_left=True) as show:
             yield show
@@ -111,7 +111,7 @@ def bar_with_time_left(what: str) -> Iterator[Progress]:
 
 @contextlib.contextmanager
 def slow(what: str) -> Iterator[Progress]:
-    """For work that is mostly short: nothing for 5 seconds, then a line every 30, on a terminal as well."""
+    """Show work that is mostly short: nothing for 5 seconds, then a line every 30, on a terminal as well."""
     lines, ended = Lines(what), Flag()
 
     def beating() -> None:

@@ -28,7 +28,7 @@ def require_fitting(what: str) -> None:
 
 
 def bounds(what: str) -> tuple[str, str, str]:
-    """The distribution, the first release that fits, and the first that does not ("": none is known)."""
+    """Return the distribution, the first release that fits, and the first that does not ("": none is known)."""
     match = re.fullmatch(r"([\w-]+)>=([\d.]+)(?:,<([\d.]+))?", PACKAGES[what][0])
     assert match is not None, PACKAGES[what]
     return match[1], match[2], match[3] or ""

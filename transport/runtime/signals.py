@@ -37,7 +37,7 @@ class Stopped:
 
 @contextlib.contextmanager
 def until_stopped(drain_s: float = 0.0, *, starting: bool = False) -> Iterator[Stopped]:
-    """While the block runs, SIGTERM and SIGINT only set the `Stopped` that it yields. For the main thread.
+    """Let SIGTERM and SIGINT only set the `Stopped` that is yielded, while the block runs. For the main thread.
 
     From the signal on calls do not wait long for a queue or store that is away (hurry.py), so that the program ends.
     A write that finds its ring full raises StopRequestedError, which ends this block and goes no further.

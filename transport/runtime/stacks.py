@@ -53,7 +53,7 @@ class Slow:
         return not self.over
 
     def slice_s(self, most_s: float = 0.25) -> float:
-        """How long to wait until the next look."""
+        """Return the time to wait until the next look."""
         return max(0.0, min(most_s, self._most_s - (self._clock() - self._begun)))
 
 
@@ -93,7 +93,7 @@ def enable() -> None:
 
 
 def dump() -> None:
-    """The stacks of all threads, and of the tasks of this thread's loop, to standard error. Never raises."""
+    """Write the stacks of all threads, and of this thread's loop's tasks, to standard error. Never raises."""
     if sys.__stderr__ is None:
         return  # descriptor 2 is a file of the program
     with contextlib.suppress(Exception):  # of an object that a program has put in its place

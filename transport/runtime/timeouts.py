@@ -13,7 +13,7 @@ W = TypeVar("W", bound=Hashable)
 
 
 class Timeouts(Generic[W]):
-    """Calls ``late`` for each of those that wait, at its deadline. Belongs to the running loop."""
+    """Deadlines of those that wait; at each ``late`` is called. Belongs to the running loop."""
 
     def __init__(self, late: Callable[[W], object]) -> None:
         self._late = late

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class Turns:
-    """Serves tasks that wait one after the other, the longest wait first. Belongs to one loop.
+    """Line of tasks that wait, served one after the other, the longest wait first. Belongs to one loop.
 
     A task that is told that something came back takes it by itself. So a task that stops waiting loses nothing: the
     next in the line is told.
@@ -24,7 +24,7 @@ class Turns:
 
     @property
     def waiting(self) -> int:
-        """How many are in the line. A task that must not overtake them waits behind them."""
+        """Number of tasks in the line. A task that must not overtake them waits behind them."""
         return len(self._line)
 
     async def wait(self, take: Callable[[], T | None]) -> T:
@@ -54,7 +54,7 @@ class Turns:
                 self.look()
 
     def look(self) -> None:
-        """Something came back: tell the next in the line."""
+        """Tell the next in the line that something came back."""
         for turn in self._line:
             if not turn.done():
                 turn.set_result(None)

@@ -53,7 +53,7 @@ class Waits:
 
 
 class Flag:
-    """Set once; any thread may wait for it, see `Waits`.
+    """Flag that is set once; any thread may wait for it, see `Waits`.
 
     Attributes:
         is_set: whether it is.

@@ -1,4 +1,4 @@
-"""When the processes that serve a ring stop, and when a process without heartbeat is given up. Decisions only, no I/O.
+"""Lifetime of the processes that serve a ring: their end, and that of one without heartbeat. Decisions only, no I/O.
 
 SERVING ──writer ended──► LINGERING ──everything consumed, or linger_s over──► STOP
    ▲                          │
@@ -19,7 +19,7 @@ class ServingPhase(enum.Enum):
 
 
 class Lifetime:
-    """Decides how long to serve a ring after its writer ended: until all payloads are read, at most ``linger_s``.
+    """Decision how long to serve a ring after its writer ended: until all payloads are read, at most ``linger_s``.
 
     Attributes:
         gives_up_to: the ring's sequence up to which unread payloads may be removed with the ring; 0 before STOP. A
@@ -37,7 +37,7 @@ class Lifetime:
         return self._sequence if self.phase is ServingPhase.STOP else 0
 
     def tick(self, now: float, *, writer_alive: bool, unread: int, sequence: int) -> ServingPhase:
-        """The phase at ``now`` (monotonic seconds). STOP is final.
+        """Return the phase at ``now`` (monotonic seconds). STOP is final.
 
         ``sequence`` is read before the others: what it does not count may have come after them.
         """
@@ -58,7 +58,7 @@ class Lifetime:
 
 
 class Watchdog:
-    """How long a process has sent no heartbeat, counting only time in which the watcher itself was running.
+    """Time without a heartbeat of a process, counting only time in which the watcher itself was running.
 
     A watcher that was suspended cannot distinguish a stopped process from one that was suspended together with it, as
     when the whole host was: the first to resume would kill the other. So the silence counts from the watcher's resume.

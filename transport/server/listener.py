@@ -95,7 +95,7 @@ class Connection:
 
     @property
     def last_active(self) -> float:
-        """When the admitted client last sent something, in monotonic seconds; 0.0 before."""
+        """Time at which the admitted client last sent something, in monotonic seconds; 0.0 before."""
         return self._native.last_active if self._native is not None else 0.0
 
     async def serve(self) -> None:
@@ -123,7 +123,7 @@ class Connection:
 
     # --- handshake ----------------------------------------------------------------------------------
     async def _receive_handshake(self, expected: type[frames.Handshake]) -> tuple[frames.Handshake, bytes]:
-        """The message, and its body as it came."""
+        """Return the message, and its body as it came."""
         prefix = bytearray(frames.PREFIX_BYTES)
         await self._endpoint.receive_stream(prefix)
         self._received = True
@@ -268,7 +268,7 @@ class OwnMemory:
 
 
 class StallDetector:
-    """Decides from the silent connections of one listener whether it is stalled. No I/O.
+    """Decision from a listener's silent connections whether it is stalled. No I/O.
 
     All clients of a host write into one shared-memory queue of the listener. A client that is killed after it reserved
     an entry and before it filled it leaves an entry that UCX waits for. Nothing that any client sends afterwards
@@ -295,7 +295,7 @@ class StallDetector:
 
 
 class Listener:
-    """Serves ``ring`` from the running loop.
+    """Listener that serves ``ring`` from the running loop.
 
     Args:
         ring: attached with role "listener", or the writer's own object (in-process mode).
@@ -361,7 +361,7 @@ class Listener:
 
     @property
     def refuses_connections(self) -> bool:
-        """At the limit, or shutting down."""
+        """True at the limit, or when shutting down."""
         return self.draining or len(self._connections) > self.settings.connections_per_listener
 
     def start(self, port: int = 0) -> int:
@@ -441,7 +441,7 @@ class Listener:
             self._worker = self._service = None
 
     def _look(self) -> None:
-        """Something was published while a demand waits, or one has waited long enough."""
+        """Look at demands: something was published while one waits, or one has waited long enough."""
         if self._service is not None and self._worker is not None:
             self._service.look()
             self._worker.drive()
@@ -489,12 +489,12 @@ class Listener:
             log.warning("%r: has the network of its start, but %s: start it again", self, changed)
 
     def forget(self, connection: Connection) -> None:
-        """The connection has closed."""
+        """Forget a connection that has closed."""
         self._connections.pop(connection, None)
         self._tag_bases.discard(connection.tag_base)
 
     def silent(self, began: float) -> None:
-        """A connection over shared memory ended before anything was received on it."""
+        """Note that a connection over shared memory ended before anything was received on it."""
         last_received = max([self.received_at, *(each.last_active for each in self._connections)])
         stalled = self._stall.silent(began, time.monotonic(), last_received)
         if stalled and self._restart is not None and not self.draining:

@@ -1,4 +1,4 @@
-"""How a server's listeners run: as processes that a supervisor process keeps alive, or in a thread of this one."""
+"""Ways to run a server's listeners: as processes that a supervisor process keeps alive, or in a thread of this one."""
 
 from __future__ import annotations
 

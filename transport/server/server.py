@@ -45,7 +45,7 @@ _LEAST_FILES = 64  # a listener without connections has 36 open, and a connectio
 
 
 class UCXXServer:
-    """Serves a ring on ports of this host.
+    """Server of a ring on ports of this host.
 
     Args:
         ring: the writer's ring.
@@ -116,7 +116,7 @@ class UCXXServer:
         self.given_up = 0  # payloads that were not consumed when `close` ended the ring's data
 
     def __reduce__(self) -> NoReturn:
-        """Raises UsageError, for `pickle` and `copy`."""
+        """Raise UsageError, for `pickle` and `copy`."""
         raise UsageError("a server is not pickled: a ticket is enough to read from it")
 
     def __repr__(self) -> str:
@@ -166,7 +166,7 @@ class UCXXServer:
             raise
 
     def _ring_there(self) -> str:
-        """Which ring of this host has one of the wanted ports, and what to do; "": none."""
+        """Say which ring of this host has one of the wanted ports, and what to do; "": none."""
         for name in _ring.segments():
             with contextlib.suppress(RingError), attached(name, "observer") as ring:  # gone, or another user's
                 ports = {port for port in ring.native.ports() if port in self._wanted}
@@ -237,7 +237,7 @@ class UCXXServer:
             native.wait_freed(seen, min(left, 1.0 if unread else _HEARD_S))
 
     def _give_up_unread(self) -> None:
-        """Behind `end_data`, what is not consumed ends before the ring does, so that the listeners can tell of both.
+        """End what is not consumed after `end_data`, before the ring ends, so that the listeners can tell of both.
 
         In a file it waits for the next writer, and this is not the end of the data.
         """

@@ -1,4 +1,4 @@
-"""Keeps one listener process per port alive: ``python -m transport.server.supervisor``, started by `UCXXServer`.
+"""Supervisor of one listener process per port: ``python -m transport.server.supervisor``, started by `UCXXServer`.
 
 All state of a supervisor is in the segment (port table, owner table, kernel locks), so a restarted supervisor adopts
 the listeners that it finds. The states of one `ServedPort`:
@@ -109,7 +109,7 @@ class SupervisorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
 
 class Supervisor:
-    """Starts, watches and stops the listeners of one ring. Belongs to the loop of the supervisor process."""
+    """Supervisor of one ring's listeners: start, watch and stop. Belongs to the loop of the supervisor process."""
 
     def __init__(self, ring: Attachment, config: SupervisorConfig, writers: set[tuple[int, int]] | None = None) -> None:
         self._ring = ring

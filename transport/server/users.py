@@ -1,4 +1,4 @@
-"""Which processes have a ring of this host: what each is, and the end of those that serve it without a writer."""
+"""Processes that have a ring of this host: what each is, and the end of those that serve it without a writer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SUPERVISOR: Final = b"transport.server.supervisor"  # as on the command line
 
 
 def users_of(ring: Attachment) -> str:
-    """The ring's living processes, and how to end what lingers without its writer; "": there are none."""
+    """Return the ring's living processes, and how to end what lingers without its writer; "": there are none."""
     native = ring.native
     owners = {(_ROLES.get(each.role, "process"), each.pid) for each in native.owners() if each.alive}
     said = [", ".join(f"{role} {pid}" for role, pid in sorted(owners))]
@@ -63,7 +63,7 @@ def end_lingering(ring: Attachment) -> bool:
 
 
 def supervisor_of(ring: Attachment) -> int:
-    """The process that keeps the ring's listeners alive; 0: none but this one, or none that this process sees."""
+    """Return the process that keeps the ring's listeners alive; 0: none but this one, or none that is seen here."""
     with contextlib.suppress(OSError):
         segment = Path(f"/dev/shm{ring.name}").stat()
         for pid in (int(each.name) for each in Path("/proc").iterdir() if each.name.isdigit()):

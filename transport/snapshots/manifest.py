@@ -74,7 +74,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def place(self) -> str:
-        """Its folder at the destination."""
+        """Folder of the snapshot at the destination."""
         return place_of(self.run, self.step, self.attempt)
 
     def path(self, file: File) -> str:

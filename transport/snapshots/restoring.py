@@ -135,7 +135,7 @@ class Saved:
         self.close()
 
     def schema_of(self, payload: SavedPayload) -> Schema | None:
-        """Its schema; None: it had more bytes than a segment keeps, and the new run has it."""
+        """Return the schema of a payload; None: it had more bytes than a segment keeps, and the new run has it."""
         encoded = self._schemas[payload.ring.ring]
         return payload.ticket.schema or (Schema.decode(encoded) if encoded else None)
 
@@ -188,7 +188,7 @@ class Saved:
             yield SavedPayload(ticket, entry.due, entry.policy_version, ring, begin), schema
 
     def data(self, payload: SavedPayload) -> bytes:
-        """Its bytes, proven by the checksum of its block and by its own. CheckpointDamagedError."""
+        """Return the bytes of a payload, proven by the checksum of its block and by its own. CheckpointDamagedError."""
         ticket, file = payload.ticket, payload.ring.data
         end = payload.begin + ticket.size
         with self._damage():

@@ -128,7 +128,7 @@ class _Room:
         self.ended = False
 
     def pause(self, most_s: float) -> None:
-        """Ends early where the connection is closed."""
+        """Pause, less where the connection is closed."""
         with self.lock:
             self.condition.wait_for(lambda: self.ended, most_s)
 
@@ -377,7 +377,7 @@ class RedisConnection:
         return self.key("bell")
 
     def seen(self) -> int:
-        """Number of wake-ups until now; read it before reading the data, and pass it to ``wait``."""
+        """Return the number of wake-ups until now; read it before reading the data, and pass it to ``wait``."""
         room = self._room()
         with room.lock:
             if room.listener is None and not self._closed:

@@ -173,7 +173,7 @@ class Directory:
 
 
 class Announcement:
-    """Keeps a server published from a thread of its own until `close`, which withdraws the record.
+    """Record of a server, kept published by a thread of its own until `close` withdraws it.
 
     Raises the store's errors if the first publication fails; later failures are logged and tried again.
     """
@@ -243,7 +243,7 @@ class Announcement:
 
 
 class _Absence(msgspec.Struct):
-    """Since when a ring has been absent, when it was last seen so, and when a read last asked for it."""
+    """Absence of a ring: when it began, when it was last seen, and when a read last asked for the ring."""
 
     since: float
     seen: float
@@ -282,7 +282,7 @@ class Finder:
             self._absent.pop(ticket.ring, None)
 
     def found(self, ticket: Ticket, serving: Serving | None, now: float) -> Ticket | None:
-        """After a failed read: the ticket to read instead; None if the failure is to be raised.
+        """Return the ticket to read after a failed read; None if the failure is to be raised.
 
         Raises PayloadLostError if no server has published the ring for ``grace_s``.
         """

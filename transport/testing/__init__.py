@@ -1,4 +1,4 @@
-"""For tests of programs that use this package: what leaked, and payloads without UCX.
+"""Help for tests of programs that use this package: what leaked, and payloads without UCX.
 
 with LocalTransport(schema) as local:             # no UCX, no service, no other process
     ticket = local.write({"obs": obs, "reward": 1.0})

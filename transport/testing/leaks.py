@@ -1,4 +1,4 @@
-"""For tests of this package and of programs that use it: what leaked, and a watchdog for coroutines."""
+"""Help for tests of this package and of programs that use it: what leaked, and a watchdog for coroutines."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class ResourceSnapshot(NamedTuple):
 
 
 def mark_descendants() -> None:
-    """From now on also count processes that were started below this one and whose parents are gone."""
+    """Count from now on also processes that were started below this one and whose parents are gone."""
     os.environ.setdefault(_MARK, secrets.token_hex(16))  # inherited through any number of starts
 
 
@@ -128,7 +128,7 @@ def _descriptors() -> dict[tuple[int, str], str]:
 
 
 def _socket(target: str) -> str:
-    """The line of the kernel's tables about a socket: its addresses in hexadecimal, or its path."""
+    """Return the line of the kernel's tables about a socket: its addresses in hexadecimal, or its path."""
     inode = target.removeprefix("socket:[").removesuffix("]")
     for table in _SOCKETS if inode != target else ():
         for line in Path("/proc/self/net", table).read_text(errors="replace").splitlines():

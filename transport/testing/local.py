@@ -69,7 +69,7 @@ class LocalTransport:
 
 
 def a_ticket(schema: Schema | None = None, **fields: Any) -> Ticket:
-    """A valid ticket of a payload that is nowhere, for tests of code that stores, sorts or forwards tickets.
+    """Return a valid ticket of a payload that is nowhere, for tests of code that stores, sorts or forwards tickets.
 
     Reading it ends in a clear error. ``fields``: those of `Ticket` that the test names; TicketError for a wrong one.
     """

@@ -168,7 +168,7 @@ class Assembly:
 
     @property
     def open_count(self) -> int:
-        """How many groups wait for samples; any thread."""
+        """Number of groups that wait for samples; any thread."""
         return len(self._open)
 
     def __len__(self) -> int:

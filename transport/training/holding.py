@@ -232,7 +232,7 @@ class Holding:
         return set(self._rings.slots())
 
     def held_by_ring(self) -> Counter[str]:
-        """How many claims of each ring are held, and nothing is asked about; `FoundRings.slots`: of how many slots."""
+        """Count the held claims of each ring that nothing is asked about; `FoundRings.slots`: of how many slots."""
         return Counter(ring for (ring, _, _), held in self._held.items() if not held.asked)
 
     def all_written(self) -> bool:

@@ -224,7 +224,7 @@ class Payloads(Sequence[BatchPayload]):
 
     @property
     def present(self) -> dict[str, npt.NDArray[np.bool_]]:
-        """By the name of an optional field, whether each payload has it; where False, a padded tensor has the fill."""
+        """Masks by an optional field's name: whether each payload has it; where False, a padded tensor has the fill."""
         return self._arrays().present
 
     @property
@@ -233,7 +233,7 @@ class Payloads(Sequence[BatchPayload]):
         return self._arrays().cu_seqlens
 
     def _arrays(self) -> Gathered:
-        """The payloads laid out: as they were taken, or padded now, without a second look at their checksums."""
+        """Return the payloads laid out: as they were taken, or padded now, without a second look at their checksums."""
         if self._laid_out is None:
             if self._ended:
                 self.part(0)

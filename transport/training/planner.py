@@ -78,7 +78,7 @@ class StepTerms(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Planner:
-    """Plans the steps of a mesh.
+    """Planner of the steps of a mesh.
 
     Args:
         shape: replicas, and ranks of each.
@@ -149,7 +149,7 @@ class Planner:
 
     @property
     def open_groups(self) -> int:
-        """How many groups wait for samples."""
+        """Number of groups that wait for samples."""
         return self._assembly.open_count
 
     def turn(self) -> bool:

@@ -46,7 +46,7 @@ _AGAIN_S: Final = 1.0  # until a store that failed is asked again
 
 
 class StoreAway:
-    """How long a store has failed, and when that is too long.
+    """Time for which a store has failed, and its limit.
 
     Args:
         most_s: after which the error is raised.
@@ -83,7 +83,7 @@ class ReadStep(NamedTuple):
 
 
 class StepReader:
-    """Reads the steps of a mesh for one rank.
+    """Reader of a mesh's steps for one rank.
 
     Args:
         client: reads by ticket.

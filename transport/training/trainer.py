@@ -96,7 +96,7 @@ _HELD_S: Final = 1.0  # until what another batch of this trainer has is claimed 
 
 
 class Trainer:
-    """Takes batches from a run's rings. One call at a time, from any thread; its batches likewise.
+    """Source of batches from a run's rings. One call at a time, from any thread; its batches likewise.
 
     Args:
         schema: of the payloads; several, or None for any: then a batch has payloads, and no tensors of all of them.

@@ -1,4 +1,4 @@
-"""Anything that is an array already, as a numpy array or a description of device memory, without a copy."""
+"""Values that are arrays already, as a numpy array or a description of device memory, without a copy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}  # numpy makes a 
 
 
 def as_host_array(value: object, name: str) -> np.ndarray:
-    """The value as a numpy array in host memory, without a copy where that is possible.
+    """Return the value as a numpy array in host memory, without a copy where that is possible.
 
     Takes numpy arrays and scalars, Python's bool, int, float and complex, anything with the buffer protocol (bytes
     become uint8), torch tensors and CUDA arrays (copied to the host once), and what else speaks DLPack.

@@ -1,4 +1,4 @@
-"""From the bytes of a field to its value. Whatever the bytes are, nothing is read outside of them.
+"""Decoding of a field's bytes to its value. Whatever the bytes are, nothing is read outside of them.
 
 Arrays are views of the bytes, read-only where those are; text, bytes and images have memory of their own.
 """
@@ -22,7 +22,7 @@ _UNFIT: Final = (msgspec.MsgspecError, TypeError, ValueError, LookupError, Overf
 
 
 def text_of(memory: np.ndarray, name: str) -> str:
-    """The text of these bytes. PayloadDamagedError: they are not UTF-8."""
+    """Return the text of these bytes. PayloadDamagedError: they are not UTF-8."""
     try:
         return str(memory.data, "utf-8")
     except UnicodeDecodeError as error:
@@ -30,7 +30,7 @@ def text_of(memory: np.ndarray, name: str) -> str:
 
 
 def value_of(memory: np.ndarray, name: str) -> Any:
-    """The value that `pieces_of` made these bytes of (uint8, contiguous). PayloadDamagedError for any others."""
+    """Return the value that `pieces_of` made these bytes of (uint8, contiguous). PayloadDamagedError for any others."""
     field = _Field(memory)
     try:
         return field.value()

@@ -1,4 +1,4 @@
-"""From a nested value to the pieces of its field: the tree, and the arrays it names, which are not copied here."""
+"""Encoding of a nested value as the pieces of its field: the tree, and the arrays it names, not copied here."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class _Stuck(Exception):
 
 
 def text_bytes(value: object, name: str) -> np.ndarray:
-    """The UTF-8 of a str. SchemaError for another type, and for half of a surrogate pair, which UTF-8 does not have."""
+    """Return the UTF-8 of a str. SchemaError for another type, and for half of a surrogate pair, which UTF-8 lacks."""
     if type(value) is not str:
         instead = "; give str(…) of it" if isinstance(value, str) else ""
         raise SchemaError(f"{name}: expected a str for text, got {_a(type(value).__name__)}{instead}")
@@ -68,7 +68,7 @@ def text_bytes(value: object, name: str) -> np.ndarray:
 
 
 def own_bytes(value: object, name: str) -> np.ndarray:
-    """The bytes of a bytes, bytearray or contiguous memoryview, without a copy. SchemaError."""
+    """Return the bytes of a bytes, bytearray or contiguous memoryview, without a copy. SchemaError."""
     if not isinstance(value, bytes | bytearray | memoryview):
         raise SchemaError(f"{name}: expected bytes, got {_a(type(value).__name__)}")
     try:
@@ -78,7 +78,7 @@ def own_bytes(value: object, name: str) -> np.ndarray:
 
 
 def pieces_of(value: object, name: str) -> Pieces:
-    """The value as pieces of its field. SchemaError, naming the path to it, for what cannot travel."""
+    """Return the value as pieces of its field. SchemaError, naming the path to it, for what cannot travel."""
     tree = _Tree()
     try:
         encoded = tree.encoded(value)
@@ -107,7 +107,7 @@ class _Tree:
         self._above: list[int] = []  # ids of the containers that the present one is in
 
     def encoded(self, value: object) -> bytes:
-        """The bytes of the tree."""
+        """Return the bytes of the tree."""
         tree = self._walk(value)
         try:
             encoded = _encode(tree)
@@ -140,7 +140,7 @@ class _Tree:
         self._above.append(id(value))
 
     def _items(self, value: list[Any] | tuple[Any, ...]) -> Any:
-        """The items as MessagePack takes them; the value itself where it takes that."""
+        """Return the items as MessagePack takes them; the value itself where it takes that."""
         kinds = set(map(type, value))
         if kinds <= _PLAIN:
             return value

@@ -1,4 +1,4 @@
-"""How a value lies in the bytes of its field: the layout, its names and limits.
+"""Form of a value in the bytes of its field: the layout, its names and limits.
 
 0        magic, then the bytes of the tree (u32)
 8        the tree, MessagePack: None, bool, int, float, str, bytes, lists and dicts of text to values are themselves,
@@ -43,5 +43,5 @@ class Form:
 
 
 def wrong_tree(tree: bytes | memoryview) -> str | None:
-    """Why these bytes are no tree whose depth and number of values are within the limits; None: they are one."""
+    """Say why these bytes are no tree whose depth and number of values are within the limits; None: they are."""
     return _ring.check_tree(tree, 2 * MAX_DEPTH + 4, MAX_VALUES)  # a form may be two containers, as an image is

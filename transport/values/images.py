@@ -64,12 +64,12 @@ def check_image(mode: str, size: tuple[int, int], palette_mode: Any, palette: An
 
 
 def image_bytes(mode: str, width: int, height: int) -> int:
-    """How many bytes such an image has. KeyError for a mode that is not sent."""
+    """Return the size of such an image in bytes. KeyError for a mode that is not sent."""
     return (width + 7) // 8 * height if mode == "1" else width * height * _PIXEL[mode]
 
 
 def make_image(mode: str, size: tuple[int, int], pixels: Any, palette_mode: str | None, palette: bytes) -> Any:
-    """The image of these parts, with memory of its own. MissingDependencyError; ValueError for wrong parts."""
+    """Return the image of these parts, with memory of its own. MissingDependencyError; ValueError for wrong parts."""
     try:
         from PIL import Image
     except ImportError as error:

@@ -20,7 +20,7 @@ from transport.store.decision import Next
 
 
 class AttemptPhase(enum.StrEnum):
-    """How far all ranks have come, in this order."""
+    """Phases that all ranks reach together, in this order."""
 
     JOINING = "joining"
     SENDING = "sending"

@@ -61,7 +61,7 @@ class _Beside:
         self._answer: Future[object] | None = None
 
     def failed(self) -> str | None:
-        """Why the version fails."""
+        """Say why the version fails."""
         if self._answer is None or not self._answer.done() or (error := self._answer.exception()) is None:
             return None
         return f"the framework's call: {error_text(error)}"
@@ -84,7 +84,7 @@ class _Beside:
 
 @hiding("store")
 class UpdateBarrier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where the ranks of a run meet.
+    """Meeting point of a run's ranks.
 
     store: URL of a store that all ranks reach. run: a name that no other run uses there.
     timeout_s: of each wait for another rank or for the framework's call, and of the transfer.
@@ -246,11 +246,11 @@ class UpdateBarrier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @staticmethod
     def _stopped(rank: BarrierRank, called: _Beside, over: Callable[[], str]) -> str | None:
-        """Why this rank takes part no more."""
+        """Say why this rank takes part no more."""
         return rank.stopped or over() or called.failed() or None
 
     def _failed(self, store: Store, rank: BarrierRank, stopped: Failed) -> str | None:
-        """Why this attempt fails, if it does."""
+        """Say why this attempt fails, if it does."""
         if reason := stopped():
             return reason
         attempt = rank.attempt

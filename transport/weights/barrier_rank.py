@@ -209,7 +209,7 @@ class BarrierRank:
 
 
 async def _unless(failed: Failed, work: Coroutine[Any, Any, Any]) -> Any:
-    """The result of ``work``; WeightsError when another rank fails meanwhile.
+    """Return the result of ``work``; WeightsError when another rank fails meanwhile.
 
     A store that is away says nothing about other ranks, and ``work`` does not need it: it goes on, within its time.
     """

@@ -416,19 +416,19 @@ class WeightsEngine:
             held.release()
 
     async def receive_weights(self, global_steps: int) -> AsyncIterator[tuple[str, Any]]:
-        """The tensors of a version, once all of it is proven. Their memory remains as long as they exist."""
+        """Yield the tensors of a version, once all of it is proven. Their memory remains as long as they exist."""
         held = await self.receive(global_steps)
         for name, array in self.arrays(held):
             yield name, array
 
     async def get_weights(self) -> AsyncIterator[tuple[str, Any]]:
-        """The version that is held."""
+        """Yield the version that is held."""
         if self._held is not None:
             for name, array in self.arrays(self._held):
                 yield name, array
 
     def arrays(self, held: ShardHeld) -> Iterable[tuple[str, Any]]:
-        """The tensors of a version that is held: views, the engine's own tensors, or with ``device=`` copies there."""
+        """Return the tensors of a held version: views, the engine's own tensors, or with ``device=`` copies there."""
         if self._device is None:
             return held.arrays().items()
         return held.on_device(*self._device, self._bucket_bytes)

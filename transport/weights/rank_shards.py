@@ -41,7 +41,7 @@ def described(path: str, *arguments: Any) -> RankShards:
 
 
 def of_dtensors(tensors: Iterable[tuple[str, Any]]) -> tuple[Layout, dict[str, Any]]:
-    """The layout and the local tensors of torch's DTensors (FSDP2), and of plain tensors, which every rank has whole.
+    """Return layout and local tensors of torch's DTensors (FSDP2), and of plain tensors, which every rank has whole.
 
     Placements are Shard, divided as torch does, and Replicate; UsageError for others.
     """

@@ -46,7 +46,7 @@ class ShardedReplica:
         await _all(rank.pause() for rank in self.ranks)
 
     async def prepare(self) -> Metadata:
-        """The descriptions of all ranks."""
+        """Return the descriptions of all ranks."""
         found = await _all(rank.prepare() for rank in self.ranks)
         in_place = any(metadata.get("in_place") for metadata in found)
         return {"ranks": [each for metadata in found for each in metadata["ranks"]], "in_place": in_place}
@@ -78,7 +78,7 @@ class ShardedReplica:
         return _common(await _all(rank.restore() for rank in self.ranks))
 
     async def prove(self) -> VersionProof | None:
-        """The version that all ranks prove; None: they differ, or one proves none."""
+        """Return the version that all ranks prove; None: they differ, or one proves none."""
         return _common(await _all(rank.prove() for rank in self.ranks))
 
     async def finalize(self) -> None:

@@ -223,7 +223,7 @@ class Replica:
 
 
 class TensorSource(Protocol):
-    """Where a trainer's tensors come from."""
+    """Source of a trainer's tensors."""
 
     def weights(self, version: int) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
         """Every tensor of a version, in an order that stays."""

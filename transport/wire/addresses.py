@@ -1,4 +1,4 @@
-"""Which addresses of this host tickets name: of an RDMA interface first, then of the default route, then loopback.
+"""Addresses of this host that tickets name: of an RDMA interface first, then of the default route, then loopback.
 
 A ring is served by addresses of one family, since a UCX listener has one: IPv4 where the host has it.
 """
@@ -71,7 +71,7 @@ def loopback_of(addresses: Iterable[str]) -> str:
 
 
 def address_towards(host: str, port: int) -> str | None:
-    """The address from which this host reaches another one. None: it is this host, or there is no way to it."""
+    """Return the address from which this host reaches another one. None: it is this host, or there is no way to it."""
     try:
         ways = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
     except OSError:

@@ -18,7 +18,7 @@ NONCE_BYTES = 16
 
 
 def checked_secret(secret: bytes | None) -> bytes | None:
-    """A shared secret, or None for none. UsageError for anything else: text has several forms as bytes."""
+    """Return a shared secret, or None for none. UsageError for anything else: text has several forms as bytes."""
     if secret is not None and not isinstance(secret, bytes):
         raise UsageError(f"secret is a {type(secret).__name__}: give bytes")
     return secret
@@ -36,7 +36,7 @@ def proof(
     listener_nonce: bytes,
     hello: bytes,
 ) -> bytes:
-    """The HMAC that only a holder of ``secret`` can compute. It includes the side, so that it cannot be reflected.
+    """Return the HMAC that only a holder of ``secret`` can compute; with the side, so that it cannot be reflected.
 
     Args:
         hello: body of HELLO, every byte as this side has sent or received it.

@@ -201,7 +201,7 @@ def decode_prefix(prefix: bytes | bytearray) -> tuple[Kind, int]:
 
 
 def decode_handshake(expected: type[Handshake], body: bytes) -> Handshake:
-    """The message in ``body``. Raises ProtocolError for anything malformed, and bytes that have changed."""
+    """Return the message in ``body``. Raises ProtocolError for anything malformed, and bytes that have changed."""
     text, checksum = body[: -_CHECKSUM.size], body[-_CHECKSUM.size :]
     if len(checksum) != _CHECKSUM.size or _CHECKSUM.unpack(checksum)[0] != _ring.checksum(text):
         raise ProtocolError(f"{expected.__name__} came with other bytes than were sent")

@@ -29,7 +29,7 @@ _TO, _THROUGH, _FROM = 1, 4, 7  # RTA_DST, RTA_OIF, RTA_PREFSRC
 
 
 class Network(NamedTuple):
-    """Usable addresses as (interface, address), and ports of RDMA devices which are ACTIVE."""
+    """Addresses that are usable, as (interface, address), and ports of RDMA devices which are ACTIVE."""
 
     addresses: frozenset[tuple[str, str]]
     ports: frozenset[str]

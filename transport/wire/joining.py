@@ -1,4 +1,4 @@
-"""When the lanes of a new connection stand, where shared memory may be one of them.
+"""Joining of a new connection's lanes, where shared memory may be one of them.
 
 UCX makes a connection in two steps: over the way that leads to the listener, and then, when both sides have exchanged
 their addresses, over every way that joins them. Where shared memory of the other side cannot be attached in the second
@@ -51,7 +51,7 @@ def of_this_host(address: str) -> bool:
 
 
 async def address_of(host: str) -> str:
-    """The IP address of a host; a name is looked up in a thread. Of a name with both kinds, its IPv4 address.
+    """Return the IP address of a host; a name is looked up in a thread. Of a name with both kinds, its IPv4 address.
 
     Raises:
         UnreachableError: the name does not resolve.

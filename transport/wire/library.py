@@ -80,7 +80,7 @@ def _chosen() -> verbs.Lack | None:
 
 @cache
 def engine() -> ModuleType:
-    """The native engine, which finds the UCX library that ucxx has loaded.
+    """Return the native engine, which finds the UCX library that ucxx has loaded.
 
     Raises:
         MissingDependencyError: ucxx is not installed.
@@ -98,7 +98,7 @@ def version() -> str:
 
 
 def library_path() -> Path | None:
-    """The file of the loaded libucp; None if it cannot be determined."""
+    """Return the file of the loaded libucp; None if it cannot be determined."""
     library()
     return verbs.loaded_library()
 

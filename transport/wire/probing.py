@@ -54,19 +54,19 @@ async def probe(address: str, port: int, timeout_s: float) -> None:
 
 
 class Probe(asyncio.Protocol):
-    """Waits for a byte, or for the end of a connection."""
+    """Wait for a byte, or for the end of a connection."""
 
     def __init__(self) -> None:
         self.answered = False
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def data_received(self, data: bytes) -> None:
-        """Which a listener does not send."""
+        """Note an answer, which a listener does not send."""
         self.answered = True
         self._end()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """In order, or reset."""
+        """Note that the connection ended, in order or reset."""
         self._end()
 
     def _end(self) -> None:

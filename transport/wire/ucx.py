@@ -159,7 +159,7 @@ class Worker:
 
     @property
     def closed(self) -> bool:
-        """After `close`."""
+        """True after `close`."""
         return self._closed
 
     # Invariant: whenever control is back in the loop, either _drive is scheduled or the descriptor is armed.
@@ -241,7 +241,7 @@ class Worker:
             self._looked = self.loop.call_later(_LOOK_S, self._keep_new)
 
     async def connect(self, host: str, port: int) -> Endpoint:
-        """An endpoint to a listener; that the listener is dead may show only at the first message.
+        """Return an endpoint to a listener; that the listener is dead may show only at the first message.
 
         Raises:
             UnreachableError: the name does not resolve, or there is no route.
@@ -430,7 +430,7 @@ class Endpoint:
             return self.native.transports()
 
     def wire(self) -> Wire:
-        """The wire that carries the payload bytes of this endpoint. Raises ConnectionLostError when it is closed."""
+        """Return the wire that carries this endpoint's payload bytes. Raises ConnectionLostError when it is closed."""
         names = {name for name, _ in self.transports()}
         if not names:  # no lane is no choice of UCX's
             raise ConnectionLostError(f"the connection to {self.name} was closed")

@@ -80,14 +80,14 @@ class TicketTransport(PayloadTransport):  # type: ignore[misc]  # cosmos-rl is n
 
 
 def _readers(config: Any) -> int:
-    """How many ranks of the policy read the same rollout."""
+    """Return how many ranks of the policy read the same rollout."""
     parallelism = getattr(getattr(config, "policy", None), "parallelism", None)
     sizes = (int(getattr(parallelism, f"{each}_size", 1) or 1) for each in ("tp", "cp", "pp"))
     return int(np.prod(list(sizes)))
 
 
 class Discarding:
-    """Frees the payloads of dropped rollouts. Keeps its client: a connection costs more than what it is used for."""
+    """Release of dropped rollouts' payloads. The client is kept: a connection costs more than what it is used for."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = options

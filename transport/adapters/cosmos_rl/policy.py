@@ -32,7 +32,7 @@ PREFIX: Final = "payload_transport:"
 
 
 class TicketStrategy(UCXXDataPackerMixin, PayloadTransportStrategy):  # type: ignore[misc]  # as above
-    """Fetches payloads by ticket for one packer, with the three layers of retry.
+    """Strategy that fetches payloads by ticket for one packer, with the three layers of retry.
 
     `fetch_batch` runs on the packer's prefetch thread, the rest on the trainer's.
     """
@@ -73,7 +73,7 @@ class TicketStrategy(UCXXDataPackerMixin, PayloadTransportStrategy):  # type: ig
         return _ticket_of(rollout_output).id
 
     def fetch_batch(self, tasks: list[Any]) -> Any:
-        """The payloads of ``(index, reference)`` pairs by key, as a lease whose release consumes them.
+        """Return the payloads of ``(index, reference)`` pairs by key, as a lease whose release consumes them.
 
         Payloads that can never be read are in its ``rejected_keys``. Raises the errors of `collect_prefetch`, and
         ClosedError if the packer is closed during the fetch.

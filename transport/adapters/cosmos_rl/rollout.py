@@ -29,7 +29,7 @@ def ring_schema(specs: Sequence[Any]) -> Schema:
 
 
 def payload_context(schema: Sequence[Any], *, timeout_s: float | None = None, **options: Any) -> Any:
-    """A cosmos-rl PayloadContext over a new ring of this process. Close it at the end.
+    """Return a cosmos-rl PayloadContext over a new ring of this process. Close it at the end.
 
     Args:
         schema: cosmos-rl's TensorSpecs; its sequence fields (`VARLEN_FIELDS`) go with their used rows only.
@@ -95,7 +95,7 @@ class TicketProducer(UCXXRolloutMixin):
         return self._reference(ticket, given.get(REWARDS), length)
 
     def acquire(self, *, layout: Any = None) -> Any:
-        """The slot's own memory as tensors to fill, each of its full length. Raises what `reserve` raises."""
+        """Return the slot's own memory as tensors to fill, each of its full length. Raises what `reserve` raises."""
         full = {each.name: each.shape[0] for each in self._specs if each.name in VARLEN_FIELDS}
         lease = self.ring.reserve(full, timeout_s=self._timeout_s)
         try:

@@ -26,7 +26,7 @@ _MODELS: Final[Mapping[str, type]] = {
 
 
 def payload_of(structure: Any) -> dict[str, Any]:
-    """The fields of one of cosmos-rl's structures, for `SharedRingBuffer.write`. SchemaError: it is none of them."""
+    """Return the fields of a cosmos-rl structure, for `SharedRingBuffer.write`. SchemaError: it is none of them."""
     kind = type(structure)
     if _MODELS.get(kind.__name__) is not kind:
         raise SchemaError(f"expected one of {', '.join(_MODELS)}, got a {kind.__name__}")

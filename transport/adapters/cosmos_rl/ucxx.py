@@ -59,7 +59,7 @@ def replace(choices: Choices) -> UCXXReplacement:
 
 
 class UCXXProducer(TicketProducer):
-    """Has the place of cosmos-rl's `UCXXPayloadProducer`: made without arguments, then set up by its own.
+    """Producer in the place of cosmos-rl's `UCXXPayloadProducer`: made without arguments, then set up by its own.
 
     Its references look like cosmos-rl's, and its tickets bring the schema, since the job gives the policy none.
     """
@@ -67,7 +67,7 @@ class UCXXProducer(TicketProducer):
     choices: ClassVar[Choices] = Choices()
 
     def __init__(self) -> None:
-        """Nothing: the ring is made by `setup`."""
+        """Do nothing: the ring is made by `setup`."""
 
     def setup(
         self,
@@ -124,7 +124,7 @@ class UCXXProducer(TicketProducer):
             return super().publish(trajectory, layout=layout, copy_policy=copy_policy)
 
     def acquire(self, *, layout: Any = None) -> Any:
-        """The slot's own memory, as `TicketProducer.acquire`."""
+        """Return the slot's own memory, as `TicketProducer.acquire`."""
         with self._with_remedies():
             return super().acquire(layout=layout)
 
@@ -149,7 +149,7 @@ class UCXXProducer(TicketProducer):
 
 
 class UCXXStrategy(TicketStrategy):
-    """Has the place of cosmos-rl's `UCXXTransportStrategy`."""
+    """Strategy in the place of cosmos-rl's `UCXXTransportStrategy`."""
 
     choices: ClassVar[Choices] = Choices()
 
@@ -222,7 +222,7 @@ def checked(
     rollout: Mapping[str, Any] | None,
     policy: Mapping[str, Any] | None,
 ) -> Choices:
-    """The arguments of `replace_ucxx`. UsageError if one is wrong."""
+    """Return the arguments of `replace_ucxx`. UsageError if one is wrong."""
     if overflow not in ("block", "error", "overwrite"):
         raise UsageError(f"overflow={overflow!r}: choose 'block', 'error' or 'overwrite'")
     seconds(timeout_s, "timeout_s")

@@ -126,14 +126,14 @@ class CheckpointAdapter:
                     self._engine.revert()
 
     async def get_weights(self) -> AsyncIterator[tuple[str, Any]]:
-        """The tensors of the version that this engine holds."""
+        """Yield the tensors of the version that this engine holds."""
         held = self._engine.held
         for name, array in () if held is None else self._engine.arrays(held):
             yield name, self._tensor(array)
 
     # --- for the manager, between a failed transfer and finalize -------------------------------------------------
     def state(self) -> dict[str, Any]:
-        """The version that this engine holds (-1: none), and whether its consumer has loaded only a part of one."""
+        """Return the version that this engine holds (-1: none), and whether its consumer has loaded a part alone."""
         held = self._engine.held
         return {"version": -1 if held is None else held.proof.version, "loading": self._loading}
 
@@ -175,7 +175,7 @@ def _torch() -> Any:
 
 
 async def _bridge(weights: Weights, home: asyncio.AbstractEventLoop, sends: bool) -> AsyncIterator[tuple[str, Any]]:
-    """The iterator's items, each produced on the loop it belongs to, for the engine's loop.
+    """Yield the iterator's items, each produced on the loop it belongs to, for the engine's loop.
 
     sends: they are not only drained.
     """

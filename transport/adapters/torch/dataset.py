@@ -158,7 +158,7 @@ class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not ther
         self._behind_end = False  # an iteration has met the end of data, of which later ones may know nothing
 
     def __getstate__(self) -> dict[str, Any]:
-        """For a spawned worker."""
+        """Return the state for a spawned worker."""
         if not isinstance(self._rings, str):
             raise UsageError(
                 f"a spawned worker opens the rings itself: give their text, not {type(self._rings).__name__}"

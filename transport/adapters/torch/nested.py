@@ -171,7 +171,7 @@ class Apart:
 
 
 def _of_tensordict(kind: type) -> Callable[[Apart, Any, Sequence[Any]], Any] | None:
-    """How objects of a class of the package tensordict are taken apart; None: it is none of them."""
+    """Return how objects of a class of the package tensordict are taken apart; None: it is none of them."""
     if not any(each.__module__.startswith("tensordict.") for each in kind.__mro__):
         return None
     from tensordict import NonTensorData, NonTensorStack, TensorDict
@@ -192,7 +192,7 @@ def shape_of(value: Any) -> dict[str, Any]:
 
 
 def tensordict_of(shape: Mapping[str, Any], items: Mapping[Any, Any], *, copy: bool = False) -> Any:
-    """The TensorDict of this shape, as `shape_of` has it, and of these items. Arrays, which stages add, are tensors."""
+    """Return the TensorDict of this shape (of `shape_of`) and these items. Arrays, which stages add, are tensors."""
     from tensordict import TensorDict
 
     made = TensorDict({}, batch_size=shape["batch_size"], device=shape["device"], names=shape["names"])

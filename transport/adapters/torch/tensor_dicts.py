@@ -29,7 +29,7 @@ _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]{0,127}")
 
 
 def tensordict_class() -> Any:
-    """The class TensorDict. MissingDependencyError: its package is not installed."""
+    """Return the class TensorDict. MissingDependencyError: its package is not installed."""
     try:
         from tensordict import TensorDict
     except ImportError as error:
@@ -94,7 +94,7 @@ def found_fields(
 
 @contextlib.contextmanager
 def fitting(*further: type[Exception]) -> Iterator[None]:
-    """In it a structure is made of a payload's fields. PayloadDamagedError: it does not fit them.
+    """Make a structure of a payload's fields in the block. PayloadDamagedError: it does not fit them.
 
     ``further``: what the framework raises then, besides the usual errors.
     """
@@ -106,7 +106,7 @@ def fitting(*further: type[Exception]) -> Iterator[None]:
 
 
 def payload_of(batch: Any) -> dict[str, Any]:
-    """The fields of a TensorDict, for `SharedRingBuffer.write`; gradients, locks and devices stay behind.
+    """Return the fields of a TensorDict, for `SharedRingBuffer.write`; gradients, locks and devices stay behind.
 
     SchemaError: a class of tensordict that would come back as another one (lazy stacks, tensor classes).
     """
@@ -119,7 +119,7 @@ def payload_of(batch: Any) -> dict[str, Any]:
 
 
 def tensordict_of(payload: Mapping[str, Any], *, copy: bool = True) -> Any:
-    """The TensorDict that a payload was made of, or the entries of it that were read.
+    """Return the TensorDict that a payload was made of, or the entries of it that were read.
 
     Args:
         payload: with the field ``structure``.

@@ -27,7 +27,7 @@ except ImportError as error:
 
 
 def tensors(payload: Payload) -> dict[str, Any]:
-    """The payload's tensors by name, without a copy, each keeping the memory alive; text, bytes and values as they are.
+    """Return a payload's tensors by name, uncopied, each keeping the memory alive; text, bytes and values as they are.
 
     Raises:
         SchemaError: the payload has no description, as with `Payload.fields`.

@@ -360,7 +360,7 @@ def _line(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _leaving_at_signals() -> Iterator[None]:
-    """Before the first workers start, torchrun has no handlers: the agent would die with its leases."""
+    """Leave at signals until the first workers start: torchrun has no handlers, the agent would die with its leases."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         exit_with(128 + number, f"got {signal.Signals(number).name} while waiting for a rank; leaving the run")

@@ -154,7 +154,7 @@ def _discard(place: ValuePlace, reader: ValueReader) -> None:
 
 
 def _state(path: Path) -> dict[str, Any]:
-    """The controller's. TransferQueue unpickles the same file."""
+    """Return the controller's state. TransferQueue unpickles the same file."""
     try:
         with path.open("rb") as file:
             state: dict[str, Any] = pickle.load(file)

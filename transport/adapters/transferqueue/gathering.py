@@ -136,5 +136,5 @@ class Gathering:
             self._fields[name].add(slot, at, rows)
 
     def result(self) -> dict[str, Any]:
-        """The fields by name."""
+        """Return the fields by name."""
         return {name: field.result() for name, field in self._fields.items()}

@@ -70,11 +70,11 @@ _making = threading.Lock()
 
 
 class Loader:
-    """Stands in the configuration: a process that unpickles it has imported this module, and hence the backend."""
+    """Mark in the configuration: a process that unpickles it has imported this module, and hence the backend."""
 
 
 def options_of(config: Any) -> StorageOptions:
-    """The backend's options of TransferQueue's configuration. Raises ConfigurationError, which names the option."""
+    """Return the backend's options of TransferQueue's configuration. ConfigurationError names a wrong option."""
     try:
         plain = {str(name): value for name, value in dict(config or {}).items() if not isinstance(value, Loader)}
     except (TypeError, ValueError):
@@ -146,7 +146,7 @@ class PayloadTransportStorageManager(StorageManager):  # type: ignore[misc]
         await loop.run_in_executor(None, self._replaced, replaced)
 
     def _put(self, data: TensorDict, size: int, data_parser: Callable[[Any], Any] | None) -> list[bytes]:
-        """The encoded place of each sample."""
+        """Return the encoded place of each sample."""
         columns = {name: _column(f"field {name!r}", data.get(name), size) for name in sorted(data.keys())}
         if data_parser is not None:
             columns = _parsed(columns, size, data_parser)
@@ -270,7 +270,7 @@ class PayloadTransportStorageManager(StorageManager):  # type: ignore[misc]
             )
 
     async def _ask(self, kind: ZMQRequestType, body: dict[str, Any]) -> dict[str, Any]:
-        """The body of the controller's answer, for which this waits as TransferQueue's clients do."""
+        """Return the body of the controller's answer, for which this waits as TransferQueue's clients do."""
         message = ZMQMessage.create(request_type=kind, sender_id=self.storage_manager_id, body=body).serialize()
         asked = asyncio.run_coroutine_threadsafe(self._answer(message), self._notify_loop)
         return await asyncio.wrap_future(asked)
@@ -368,7 +368,7 @@ async def _handed_over(put: Callable[[], list[bytes]], free: Callable[[list[byte
 
 
 def _column(what: str, value: Any, size: int) -> Any:
-    """A dense tensor with a row for each sample, or a list with a value for each. SchemaError for all else."""
+    """Return a dense tensor with a row for each sample, or a list with a value for each. SchemaError for all else."""
     if isinstance(value, NonTensorData) and isinstance(value.data, list | np.ndarray):
         value = list(value.data)  # rows, as for TransferQueue's own backends; a TensorDict makes it of an array of text
     elif isinstance(value, NonTensorData | NonTensorStack):
@@ -388,7 +388,7 @@ def _column(what: str, value: Any, size: int) -> Any:
 
 
 def _parsed(columns: dict[str, Any], size: int, data_parser: Callable[[Any], Any]) -> dict[str, Any]:
-    """The columns that the parser returns, which may be the given ones: as many values, under the same names."""
+    """Return the columns that the parser returns, which may be the given ones: as many values, under the same names."""
     names = sorted(columns)
     parsed = data_parser(columns)
     if not isinstance(parsed, dict):

@@ -1,4 +1,4 @@
-"""How values of TransferQueue lie in slots: an index first, then each field's values of the slot's samples.
+"""Layout of TransferQueue's values in slots: an index first, then each field's values of the slot's samples.
 
 A slot has up to 16 samples, which are the payload's reader ranks: clearing a sample is the acknowledgement of its rank,
 by whichever process, and the last one frees the slot. What TransferQueue's controller keeps for a value is
@@ -41,7 +41,7 @@ _SEGMENT: Final = random_name(PREFIX)[:-16]  # its last 16 digits are the ring's
 
 @hiding("key")
 class ValuePlace(msgspec.Struct, frozen=True):
-    """Where a sample's values are: the ring, its slot and generation, and which of the slot's samples it is.
+    """Place of a sample's values: the ring, its slot and generation, and which of the slot's samples it is.
 
     Attributes:
         row: of the slot's samples; the rank as which it is read and acknowledged.
@@ -62,7 +62,7 @@ class ValuePlace(msgspec.Struct, frozen=True):
     address: str
 
     def encode(self) -> bytes:
-        """Some 70 bytes."""
+        """Return the place as some 70 bytes."""
         fixed = _PLACE.pack(
             *(_VERSION, self.row, self.rows, self.fields, self.ring, self.segment),
             *(self.slot, self.generation, self.key, self.size, self.checksum),
@@ -82,7 +82,7 @@ class ValuePlace(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, ticket: Ticket, row: int, fields: int) -> ValuePlace:
-        """The place of a sample in a slot that has been written."""
+        """Return the place of a sample in a slot that has been written."""
         return cls(
             row=row,
             rows=ticket.readers,
@@ -103,7 +103,7 @@ class ValuePlace(msgspec.Struct, frozen=True):
         return self.ring, self.slot, self.generation
 
     def ticket(self) -> Ticket:
-        """The payload's ticket. It names this host: a reader elsewhere finds no such segment, and uses the address."""
+        """Return the payload's ticket, of this host: a reader elsewhere finds no such segment, and uses the address."""
         host, _, port = self.address.rpartition(":")
         return Ticket(
             ring=self.ring.hex(),
@@ -141,7 +141,7 @@ class Column(msgspec.Struct, array_like=True):
         return self.shapes[row if len(self.shapes) > 1 else 0]
 
     def span(self, row: int, rows: int = 1) -> tuple[int, int]:
-        """Where the bytes of some rows, one after the other, begin and end."""
+        """Return where the bytes of some rows, one after the other, begin and end."""
         size = getattr(torch, self.dtype).itemsize
         if len(self.shapes) == 1:
             each = _count(self.shapes[0]) * size
@@ -150,7 +150,7 @@ class Column(msgspec.Struct, array_like=True):
         return self.at + sum(counts[:row]), self.at + sum(counts)
 
     def value(self, row: int) -> tuple[slice, slice]:
-        """Where the bytes of a row's value and of its marks are."""
+        """Return where the bytes of a row's value and of its marks are."""
         at = self.at + sum(map(_aligned, itertools.chain.from_iterable(self.shapes[:row])))
         value, marks = self.shapes[row]
         behind = at + _aligned(value)
@@ -189,7 +189,7 @@ class Packed(msgspec.Struct):
 
 
 def pack(names: Sequence[str], values: Sequence[Any], first: int, rows: int) -> Packed:
-    """Samples ``first`` to ``first + rows`` of a batch. ``values``: for each name a dense tensor, or a list."""
+    """Pack samples ``first`` to ``first + rows`` of a batch. ``values``: for each name a dense tensor, or a list."""
     columns: list[Column] = []
     pieces: list[Any] = []
     at = 0
@@ -207,7 +207,7 @@ def pack(names: Sequence[str], values: Sequence[Any], first: int, rows: int) -> 
 
 
 def _length(parts: Sequence[Any]) -> tuple[int, bytes]:
-    """The bytes of these, and the zeros between them and what follows."""
+    """Return the bytes of these, and the zeros between them and what follows."""
     length = sum(map(len, parts))
     return length, bytes(-length % _ALIGNMENT)
 
@@ -230,7 +230,7 @@ def _column(name: str, values: Any) -> tuple[Column, list[Any]]:
 
 
 def _memory(value: Any, name: str) -> list[Any]:
-    """A value's pieces, with the zeros between them. SchemaError, naming the path to it, for what cannot travel."""
+    """Return a value's pieces, with zeros between them. SchemaError, naming the path to it, for what cannot travel."""
     found: list[Any] = []
     at = 0
     for begin, part in pieces_of(value, name).parts:
@@ -270,18 +270,18 @@ class Unpacked:
         self._offsets: dict[bytes, Any] = {}
 
     def bytes_of(self, column: Column, row: int, rows: int = 1) -> memoryview:
-        """The bytes of some rows of tensors."""
+        """Return the bytes of some rows of tensors."""
         begin, end = column.span(row, rows)
         return self._data[self._at + begin : self._at + end]
 
     def tensor(self, column: Column, row: int) -> torch.Tensor:
-        """A row's tensor, in memory of its own."""
+        """Return a row's tensor, in memory of its own."""
         made = torch.empty(column.shape(row), dtype=getattr(torch, column.dtype))
         copy_to(made, self.bytes_of(column, row))
         return made
 
     def value(self, column: Column, row: int) -> Any:
-        """A row's value, which is no tensor, or one that no other row has the dtype of."""
+        """Return a row's value, which is no tensor, or one that no other row has the dtype of."""
         if column.dtype:
             return self.tensor(column, row)
         name = f"{column.name}[{row}]"

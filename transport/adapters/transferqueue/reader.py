@@ -1,4 +1,4 @@
-"""Reads and frees slots by their places: out of the mapped ring in the calling thread, from other hosts by a client."""
+"""Reads and releases of slots by their places: mapped ones in the calling thread, those of other hosts by a client."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class ValueReader:
                 outcome.payload.release()
 
     def free(self, place: ValuePlace) -> None:
-        """This sample of the slot is cleared. A ring that is gone needs no such word."""
+        """Say that this sample of the slot is cleared. A ring that is gone needs no such word."""
         ticket = place.ticket()
         freed = through(self._attached.find, ticket, lambda ring: ring.acknowledge(ticket, place.row))
         if freed is None and place.address:
@@ -91,7 +91,7 @@ class ValueReader:
 
 
 class UnreadValue(Exception):
-    """Tells a manager which place could not be read; users see the error that it makes of it."""
+    """Error that tells a manager which place could not be read; users see the error that it makes of it."""
 
     def __init__(self, place: ValuePlace, error: TransportError) -> None:
         super().__init__(str(error))

@@ -184,7 +184,7 @@ def _slot(size: int) -> int:
 
 
 def place_for(rings: dict[Any, Rings], key: Any, options: StorageOptions, secret: bytes | None) -> Rings:
-    """The rings of this process: one object for each configuration, which outlives the managers."""
+    """Return the rings of this process: one object for each configuration, which outlives the managers."""
     found = rings.get((os.getpid(), key))
     if found is None:
         found = rings[os.getpid(), key] = Rings(options, secret)

@@ -33,7 +33,7 @@ def _data_proto() -> Any:
 
 
 def payload_of(data: Any) -> dict[str, Any]:
-    """The fields of a DataProto, for `SharedRingBuffer.write`: ``batch.NAME``, ``non_tensor_batch.NAME``, meta_info.
+    """Return a DataProto's fields, for `SharedRingBuffer.write`: ``batch.NAME``, ``non_tensor_batch.NAME``, meta_info.
 
     SchemaError: it is none, or has a TensorDict of a class that would come back as another one.
     """
@@ -50,7 +50,7 @@ def payload_of(data: Any) -> dict[str, Any]:
 
 
 def data_proto_of(payload: Mapping[str, Any], *, copy: bool = True) -> Any:
-    """The DataProto that a payload was made of; of some fields only, what of it was read.
+    """Return the DataProto that a payload was made of; of some fields only, what of it was read.
 
     Args:
         payload: with the field ``structure``.

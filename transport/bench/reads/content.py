@@ -32,7 +32,7 @@ class Content:
         self._block = np.frombuffer(block, np.uint8)
 
     def payload(self, number: int) -> Bytes:
-        """The bytes of one payload, read-only; numbers repeat after 4096."""
+        """Return the bytes of one payload, read-only; numbers repeat after 4096."""
         begin = _STEP * (number % _PAYLOADS)
         return self._block[begin : begin + self.size]
 
@@ -60,7 +60,7 @@ class Tally:
         return self.busy_s >= self._seconds or time.perf_counter() - self._begun >= _MOST_SHARE * self._seconds
 
     def add(self, times_s: Sequence[float], busy_s: float, size: int) -> None:
-        """A batch of reads that moved ``size`` bytes in ``busy_s`` seconds."""
+        """Add a batch of reads that moved ``size`` bytes in ``busy_s`` seconds."""
         if self._to_skip:
             self._to_skip -= 1
             self._begun = time.perf_counter()
@@ -81,5 +81,5 @@ class Tally:
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
-    """The smallest value that at least ``share`` (0 to 1) of the ordered values do not exceed."""
+    """Return the smallest value that at least ``share`` (0 to 1) of the ordered values do not exceed."""
     return ordered[max(0, -int(-share * len(ordered) // 1) - 1)]

@@ -35,7 +35,7 @@ _SAME = 5  # looks in a row: lanes join while the two sides exchange addresses
 
 
 class Reading(msgspec.Struct, frozen=True, kw_only=True):
-    """How to read: ``way`` is read, view, read_many or read_device."""
+    """Way of reading: ``way`` is read, view, read_many or read_device."""
 
     way: str
     wire: str
@@ -191,7 +191,7 @@ class Reader:
                 )
 
     async def look(self, ticket: Ticket) -> Look:
-        """Where the bytes of ``ticket`` come from, by a connection of its own beside the clients'."""
+        """Find out where the bytes of ``ticket`` come from, by a connection of its own beside the clients'."""
         counts = [client.statistics() for client in self._clients]
         links = sum(count.links_idle + count.links_in_use for count in counts)
         if self._job.wire == "mapped":

@@ -54,7 +54,7 @@ class Greeting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BenchServer(socketserver.ThreadingTCPServer):
-    """Answers `bench fetch`, each connection with a writing process of its own. Call `stop` from another thread.
+    """Server of `bench fetch`, each connection with a writing process of its own. Call `stop` from another thread.
 
     Args:
         addresses: what tickets advertise; empty: ``bind``, else as any server chooses.
@@ -82,7 +82,7 @@ class BenchServer(socketserver.ThreadingTCPServer):
 
     @contextlib.contextmanager
     def connected(self, connection: socket.socket) -> Any:
-        """While the block runs, `stop` ends the connection."""
+        """Let `stop` end the connection while the block runs."""
         with self._lock:
             self._open.add(connection)
         try:
@@ -166,7 +166,7 @@ class RemoteWriter:
         self.machine = greeting.machine
 
     def ask(self, _: object) -> Any:
-        """The tickets of the next batch."""
+        """Return the tickets of the next batch."""
         self._send(b"")
         answer = self._answer()
         if isinstance(answer, dict) and answer.get("error"):

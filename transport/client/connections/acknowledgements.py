@@ -107,7 +107,7 @@ class AckLedger:
 
     # --- events --------------------------------------------------------------------------------
     def add(self, ack: Ack, now: float, via: Hashable | None = None) -> None:
-        """The payload was consumed, having come through port ``via``. Adding it again changes nothing.
+        """Add a payload that was consumed, having come through port ``via``. Adding it again changes nothing.
 
         Any port accepts the acknowledgement, but only the one that sent the payload can free the slot at once.
         """
@@ -127,7 +127,7 @@ class AckLedger:
             self._dropped += 1
 
     def take(self, ring: str, limit: int, via: Hashable | None = None) -> list[Ack]:
-        """Up to ``limit`` pending acknowledgements for the next message to ``ring``; pending until ``sent``.
+        """Take up to ``limit`` acknowledgements for the next message to ``ring``; they are pending until ``sent``.
 
         With ``via``: only acknowledgements for this port, or for any port.
         """
@@ -143,11 +143,11 @@ class AckLedger:
         return taken
 
     def vias(self, ring: str) -> list[Hashable | None]:
-        """The ports to which the pending acknowledgements of ``ring`` go, each once; None: any port."""
+        """Return the ports to which the pending acknowledgements of ``ring`` go, each once; None: any port."""
         return list(dict.fromkeys(entry.via for entry in self._pending.get(ring, {}).values()))
 
     def reroute(self, ring: str, via: Hashable) -> None:
-        """The port is unreachable: send its acknowledgements through any other."""
+        """Send the acknowledgements of a port that is unreachable through any other."""
         for entry in self._pending.get(ring, {}).values():
             if entry.via == via:
                 entry.via = None
@@ -168,7 +168,7 @@ class AckLedger:
             messages.append((number, carried))
 
     def answered(self, connection: Hashable, number: int) -> int:
-        """An answer to message ``number`` arrived: what it and earlier messages carried is confirmed. How many."""
+        """Confirm what message ``number``, whose answer arrived, and earlier ones carried; return how many."""
         messages = self._sent.get(connection)
         if messages is None:
             return 0
@@ -186,7 +186,7 @@ class AckLedger:
         return confirmed
 
     def lost(self, connection: Hashable, now: float) -> int:
-        """The connection is gone: its unconfirmed acknowledgements are pending again. How many.
+        """Make the unconfirmed acknowledgements of a connection that is gone pending again; return how many.
 
         Also for a connection that was closed gracefully but without a last answer.
         """
@@ -207,7 +207,7 @@ class AckLedger:
         return returned
 
     def unreachable(self, ring: str, now: float) -> None:
-        """The ring is unreachable: it is due again after a pause that doubles up to ``ack_timeout_s``."""
+        """Put off a ring that is unreachable: due again after a pause that doubles up to ``ack_timeout_s``."""
         if ring in self._pending:
             patience = self._patience.setdefault(ring, _Patience())
             pause_s = min(self._delay_s * 2.0 ** min(patience.failures, 60), self._patience_most_s)
@@ -215,7 +215,7 @@ class AckLedger:
             patience.until = now + pause_s
 
     def settled(self, identity: Identity, rank: int) -> bool:
-        """The ring has the acknowledgement: it answered StaleSlotError for this payload. False if there is no entry."""
+        """Note that the ring has the acknowledgement: it answered StaleSlotError for this payload. False: no entry."""
         delivery = (*identity, rank)
         if delivery not in self._entries:
             return False
@@ -223,7 +223,7 @@ class AckLedger:
         return True
 
     def forget_ring(self, ring: str) -> int:
-        """The ring and its slots are gone: drop its acknowledgements. How many there were."""
+        """Drop the acknowledgements of a ring that is gone with its slots; return how many there were."""
         gone = [delivery for delivery in self._entries if delivery[0] == ring]
         for delivery in gone:
             self._forget(delivery)
@@ -243,7 +243,7 @@ class AckLedger:
         return [ring for ring in self._pending if self._due_at(ring) <= now]
 
     def next_due(self, without: Container[str] = ()) -> float | None:
-        """When ``due`` next has something to return, rings ``without`` left aside; None while nothing is pending."""
+        """Return when ``due`` next has something, rings ``without`` left aside; None while nothing is pending."""
         return min((self._due_at(ring) for ring in self._pending if ring not in without), default=None)
 
     def _due_at(self, ring: str) -> float:

@@ -66,7 +66,7 @@ _BY_STATUS: dict[int, type[TransportError]] = {
 
 
 def refusal(code: int, what: str) -> TransportError:
-    """The error for a status code of the listener."""
+    """Return the error for a status code of the listener."""
     kind = _BY_STATUS.get(code)
     if kind is None:
         return ProtocolError(f"{what}: the listener answered with the unknown code {code}")
@@ -84,7 +84,7 @@ _EXPLAINED: dict[type[TransportError], str] = {
 
 
 def wrong_checksum(want: Want, actual: int) -> ChecksumError:
-    """The error for a payload whose bytes are not those that were written."""
+    """Return the error for a payload whose bytes are not those that were written."""
     expected = want.ticket.checksum or 0
     return ChecksumError(
         f"payload {want.ticket.name}: checksum mismatch: received {actual:016x}, expected {expected:016x}"
@@ -172,7 +172,7 @@ class Link:
 
     @property
     def port_is_down(self) -> str:
-        """Why no RDMA port can be used, where that ended the link; else empty."""
+        """Reason why no RDMA port can be used, where that ended the link; else empty."""
         return rdma.no_port() if self.wire == "rdma" and self.peer_died else ""
 
     def transports(self) -> list[tuple[str, str]]:
@@ -263,7 +263,7 @@ def _said_more(endpoint: Endpoint, said: asyncio.Future[int]) -> None:
 
 
 def _look_at(future: asyncio.Future[int]) -> None:
-    """A failed send shows at the receive that waits for its answer."""
+    """Look at a send's failure, which shows at the receive that waits for its answer."""
     if not future.cancelled():
         future.exception()
 
@@ -303,7 +303,7 @@ async def _shake_hands(
 
 
 def _answered(name: str, challenge: frames.Challenge, secret: bytes, nonce: bytes, hello: bytes) -> frames.Proof:
-    """The proof that answers a challenge, once the listener's own was found good."""
+    """Return the proof that answers a challenge, once the listener's own was found good."""
     expected = authentication.proof(secret, "listener", nonce, challenge.nonce, hello)
     if not authentication.same(challenge.proof, expected):
         raise AuthenticationError(

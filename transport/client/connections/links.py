@@ -144,7 +144,7 @@ class Links:
 
     # --- links --------------------------------------------------------------------------------------
     def try_checkout(self, port: PortKey, ring: str) -> Link | None:
-        """An idle link to the port, if there is one that still serves ``ring``, and nobody waits for it."""
+        """Return an idle link to the port, if there is one that still serves ``ring``, and nobody waits for it."""
         return None if self._turns and port in self._turns else self._idle(port, ring)
 
     def _idle(self, port: PortKey, ring: str) -> Link | None:
@@ -158,7 +158,7 @@ class Links:
         return None
 
     async def checkout(self, port: PortKey, ring: str) -> Link:
-        """An idle link, a new one, or, where the port has as many as it may, the next one that comes back."""
+        """Return an idle link, a new one, or, where the port has as many as it may, the next one that comes back."""
         given = None if port in self._turns else self._link_or_place(port, ring)
         if given is None:
             turns = self._turns.setdefault(port, Turns())
@@ -171,7 +171,7 @@ class Links:
         return await self._open(port, ring) if link is None else link
 
     def _link_or_place(self, port: PortKey, ring: str) -> list[Link | None] | None:
-        """An idle link; or None in its place, which is taken in the pool for a new one; or no list."""
+        """Return an idle link; or None in its place, which is taken in the pool for a new one; or no list."""
         if (link := self._idle(port, ring)) is not None:
             return [link]
         self._part_from_old()
@@ -181,7 +181,7 @@ class Links:
         return [None]
 
     def _came_back(self, port: PortKey) -> None:
-        """The port has a link or a place again."""
+        """Note that the port has a link or a place again."""
         if self._turns and (turns := self._turns.get(port)) is not None:
             turns.look()
 
@@ -191,7 +191,7 @@ class Links:
         return self._wires
 
     def _worker_for(self, ring: str, address: str) -> Worker:
-        """The worker of the address's family that may use shared memory, or the one that may not.
+        """Return the worker of the address's family that may use shared memory, or the one that may not.
 
         Which has to be known before connecting. UCX crashes where the memory cannot be attached. And where only the
         network namespace is another one it maps the memory, but who waits is not woken: that goes through a socket.
@@ -210,7 +210,7 @@ class Links:
             raise
 
     def worker(self, *, shared_memory: bool = True, address: str = "") -> Worker:
-        """The worker for such connections. The first time UCX is loaded, which takes a tenth of a second."""
+        """Return the worker for such connections. The first time UCX is loaded, which takes a tenth of a second."""
         ipv6, without_rdma = is_ipv6(address), self._without_rdma.holds(address, time.monotonic())
         interface = interface_towards(address) if address else None
         kind = shared_memory, ipv6, not without_rdma, interface
@@ -251,7 +251,7 @@ class Links:
         return worker.device_memory
 
     async def _open(self, port: PortKey, ring: str) -> Link:
-        """A new link in the place that the caller has taken in the pool."""
+        """Return a new link in the place that the caller has taken in the pool."""
         try:
             link = await self._connect(port, ring)
         except BaseException:
@@ -263,7 +263,7 @@ class Links:
         return link
 
     async def open_apart(self, port: PortKey, ring: str = "", segment: str | None = "") -> Link:
-        """A link outside the pool: its caller ends it with `break_off`. "": whatever ring is served.
+        """Return a link outside the pool: its caller ends it with `break_off`. "": whatever ring is served.
 
         segment: of the ring that is served, which was seen on this host; None: it is on another one; "": unknown, so no
         shared memory is used. RingNotFoundError if the segment has gone.
@@ -334,7 +334,7 @@ class Links:
                         raise
 
     def checkin(self, link: Link) -> None:
-        """The link's user is done with it and nothing is under way on it."""
+        """Take back a link whose user is done with it, with nothing under way."""
         if not link.usable:
             self.break_off(link)
             return
@@ -449,7 +449,7 @@ class Links:
             self._look_at_network()
 
     async def _sleep(self) -> None:
-        """Until something is due. Nothing due soon: until woken, too."""
+        """Sleep until something is due. Nothing due soon: until woken, too."""
         now = time.monotonic()
         due = self.ledger.next_due(without=self._flushes)
         if due is not None and due - now <= self._settings.ack_delay_s:

@@ -78,7 +78,7 @@ class EndpointPool(Generic[C]):
         return f"<EndpointPool {state}, {idle} idle, {in_use} in use, {opening} opening>"
 
     def counts(self, port: PortKey | None = None) -> PoolCounts:
-        """How many connections ``port`` has, or all ports together."""
+        """Count the connections that ``port`` has, or all ports together."""
         if port is None:
             return PoolCounts(len(self._idle), len(self._in_use), sum(self._opening.values()))
         idle = len(self._idle_of.get(port, ()))
@@ -97,7 +97,7 @@ class EndpointPool(Generic[C]):
         self._opening[port] = self._opening.get(port, 0) + 1
 
     def opened(self, port: PortKey, connection: C) -> None:
-        """The reservation becomes ``connection``, which the caller uses."""
+        """Make the reservation ``connection``, which the caller uses."""
         if connection in self._idle or connection in self._in_use:
             raise InternalError(f"{connection!r} is in {self!r} already")
         self._end_reservation(port)
@@ -118,7 +118,7 @@ class EndpointPool(Generic[C]):
 
     # --- using ---------------------------------------------------------------------------------
     def checkout(self, port: PortKey, now: float) -> C | None:
-        """The port's most recently used idle connection, exclusively; None if it has none that is young enough.
+        """Return the port's most recently used idle connection, exclusively; None if it has none that is young enough.
 
         The freshest first, so that those beyond the present need grow old together and are closed.
         """
@@ -186,7 +186,7 @@ class EndpointPool(Generic[C]):
         return None
 
     def idle(self) -> list[C]:
-        """The idle connections, the one used longest ago first."""
+        """Return the idle connections, the one used longest ago first."""
         return list(self._idle)
 
     def drain_port(self, port: PortKey) -> list[C]:

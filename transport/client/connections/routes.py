@@ -33,7 +33,7 @@ class _Quarantined:
 
 
 class PortQuarantine:
-    """Remembers ports that produced a transport error (reset, truncated, unreachable, timeout).
+    """Memory of ports that produced a transport error (reset, truncated, unreachable, timeout).
 
         healthy ──failed──► quarantined ──time runs out──► on probation ──begin──► probed
            ▲                    ▲    (a failure meanwhile renews)                    │ │
@@ -76,11 +76,11 @@ class PortQuarantine:
         return entry is not None and now < entry.until
 
     def quarantined(self, now: float) -> list[PortKey]:
-        """The ports to be avoided now."""
+        """Return the ports to be avoided now."""
         return [port for port, entry in self._entries.items() if now < entry.until]
 
     def best(self, ports: Sequence[PortKey], now: float, turn: int = 0) -> PortKey:
-        """The one to try: of the healthy ports and those on probation in turn, else whose quarantine ends soonest.
+        """Return the port to try: healthy ones and those on probation in turn, else whose quarantine ends soonest.
 
         ``turn``: any number; callers increment it to spread load.
         """
@@ -97,7 +97,7 @@ class PortQuarantine:
         return True
 
     def failed(self, port: PortKey, now: float) -> bool:
-        """The port produced a transport error; False if that only renews its quarantine."""
+        """Note a transport error of the port; False if that only renews its quarantine."""
         entry = self._entries.get(port)
         if entry is None:
             self._forget_old(now)
@@ -111,7 +111,7 @@ class PortQuarantine:
         return decided
 
     def succeeded(self, port: PortKey) -> None:
-        """The port answered; a refusal is an answer, too."""
+        """Note that the port answered; a refusal is an answer, too."""
         self._entries.pop(port, None)
 
     def _forget_old(self, now: float) -> None:
@@ -140,7 +140,7 @@ class WithoutRdma:
 
 
 class Route(msgspec.Struct):
-    """How a ring is reached by its tickets, also for acknowledgements that go out later."""
+    """Route to a ring by its tickets, also for acknowledgements that go out later."""
 
     hosts: tuple[str, ...] = ()  # best first
     hosts_named: tuple[str, ...] = ()  # by the last ticket
@@ -173,7 +173,7 @@ class Routes:
 
     # --- what listeners said --------------------------------------------------------------------------
     def listener_said(self, port: PortKey, ring: str, numbers: tuple[int, ...]) -> None:
-        """The listener at ``port`` named its ring, and the ports (empty: none) at which that is served."""
+        """Note the ring that the listener at ``port`` named, and the ports (empty: none) at which that is served."""
         host, _ = port
         self._ring_at[port] = ring
         for number in numbers:
@@ -184,16 +184,16 @@ class Routes:
                 self._lead(ring, route)
 
     def ports_said(self, ring: str) -> tuple[int, ...]:
-        """The ports of this ring, as a listener of it last named them; none: none did."""
+        """Return the ports of this ring, as a listener of it last named them; none: none did."""
         return self._ports_said.get(ring, ())
 
     def ring_at(self, port: PortKey) -> str:
-        """The ring that answered there last; where none has, one that is said to be served there. "": unknown."""
+        """Return the ring that answered there last; where none has, one said to be served there. "": unknown."""
         return self._ring_at.get(port, "")
 
     # --- the way to a ring ----------------------------------------------------------------------------
     def find(self, ring: str) -> Route | None:
-        """The ring's route; None: no ticket has named it, or it is forgotten."""
+        """Return the ring's route; None: no ticket has named it, or it is forgotten."""
         return self._of_ring.get(ring)
 
     def ports(self, ticket: Ticket) -> list[PortKey]:
@@ -219,7 +219,7 @@ class Routes:
         return route.pairs
 
     def _lead(self, ring: str, route: Route) -> None:
-        """To the ports that its listeners named last, then to those of its last ticket."""
+        """Lead to the ports that its listeners named last, then to those of its last ticket."""
         numbers = dict.fromkeys((*self.ports_said(ring), *route.ports_named))
         pairs = [(host, number) for host in route.hosts for number in numbers]
         if pairs != route.pairs:
@@ -240,7 +240,7 @@ class Routes:
         self._forget_at = max(_MOST_ROUTES, len(self._of_ring) + _MOST_ROUTES // 4)  # not again at the next new route
 
     def next_port(self, ring: str, ports: list[PortKey]) -> PortKey:
-        """The healthiest port, rotating to spread load. Addresses are tried in their order."""
+        """Return the healthiest port, rotating to spread load. Addresses are tried in their order."""
         self._rotation += 1
         route = self._of_ring.get(ring)  # None: forgotten, because many other rings were read since
         wrong = route.wrong if route is not None else frozenset()
@@ -265,7 +265,7 @@ class Routes:
         return route is not None and route.wrong >= set(ports)
 
     def succeeded(self, ring: str, port: PortKey) -> None:
-        """The port answered for its ring."""
+        """Note that the port answered for its ring."""
         if self._quarantine:
             self._quarantine.succeeded(port)
         if (route := self._of_ring.get(ring)) is not None and route.wrong:
@@ -273,7 +273,7 @@ class Routes:
             route.all_wrong_since = None
 
     def serves_another(self, ring: str, port: PortKey) -> None:
-        """The port said that it serves another ring now."""
+        """Note that the port serves another ring now."""
         route = self._of_ring.get(ring)
         if route is not None:
             route.wrong.add(port)

@@ -29,7 +29,7 @@ _PAGE = 4096
 
 
 class Warming:
-    """Makes the worker and connections of one client before the first read, so that it is not slower than later ones.
+    """Worker and connections of one client, made before the first read, so that it is not slower than later ones.
 
     A failure is logged and counted, nothing else: reads connect, try again and report by themselves.
 
@@ -59,7 +59,7 @@ class Warming:
         return f"<Warming {len(self._tasks)} under way, {self.failures} failed>"
 
     async def warm(self, places: Iterable[WarmUpTarget]) -> int:
-        """Connections that stand when all have been opened or have failed. Raises UsageError for what is no place."""
+        """Return the connections that stand when all were opened or have failed. UsageError for what is no place."""
         ports, sizes = self._look(places)
         if self._wires is not None and not self._wires - {"mapped"}:
             return 0
@@ -98,7 +98,7 @@ class Warming:
         return sum(count for count in counts if isinstance(count, int))
 
     async def _map_memory(self, sizes: list[int]) -> None:
-        """Mapping fresh pages takes longer than receiving into them."""
+        """Map memory ahead: mapping fresh pages takes longer than receiving into them."""
         blocks = []
         for size in sizes:
             block = self._buffers.take(size)

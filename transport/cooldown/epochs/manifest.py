@@ -89,7 +89,7 @@ class Blocks:
         self._complete: list[str] = []
 
     def update(self, piece: bytes) -> None:
-        """These bytes are the next ones."""
+        """Take these bytes as the next ones."""
         rest = memoryview(piece)
         while rest:
             if self.size == (len(self._complete) + 1) * BLOCK:

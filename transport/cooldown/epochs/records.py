@@ -104,7 +104,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def upload(self) -> str:
-        """Its upload."""
+        """Upload of the checkpoint."""
         return f"{self.client}/{self.attempt}"
 
 

@@ -69,7 +69,7 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
         return self.state is AdmissionState.SERVING
 
     def after(self, event: AdmissionEvent, *, version: int | None = None, reason: str = "") -> Admission:
-        """The state after ``event``. Raises WeightsError if there is no transition.
+        """Return the state after ``event``. Raises WeightsError if there is no transition.
 
         version: that was proven, for the two events that prove one.
         """

@@ -65,7 +65,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     total: float = 900.0
 
     def of(self, step: UpdateStep) -> float:
-        """The limit of one step."""
+        """Return the limit of one step."""
         return {
             UpdateStep.PREPARE: self.prepare,
             UpdateStep.TOPOLOGY: self.connect,
@@ -124,7 +124,7 @@ def verdicts(
     reasons: Mapping[str, str],
     lost: Collection[str] = (),
 ) -> dict[str, ReplicaVerdict | None]:
-    """The verdict on each replica: a function of what it proves, not of what was sent or skipped.
+    """Return the verdict on each replica: a function of what it proves, not of what was sent or skipped.
 
     None: it was not paused, and stays what it was.
 

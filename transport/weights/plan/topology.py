@@ -63,7 +63,7 @@ def hops(hosts: Sequence[str], shape: Shape = "tree", fanout: int = FANOUT, loca
 
 
 def depth(found: Sequence[Hop]) -> int:
-    """The longest path over wires, in hops."""
+    """Return the longest path over wires, in hops."""
 
     known = {-1: 0}
     for start in range(len(found)):

@@ -111,7 +111,7 @@ class BoxIndex:
         )
 
     def overlapping(self, box: Box) -> list[tuple[int, Box]]:
-        """(number of the box, what is common), of all that overlap; in the order of their places."""
+        """Return (number of the box, what is common) of all that overlap, in the order of their places."""
         if not box.volume:
             return []
         found: list[int] = []

@@ -28,7 +28,7 @@ class Chunk(NamedTuple):
 
 
 def buckets_of(slices: Sequence[Slice], dtypes: Sequence[str], bucket_bytes: int) -> list[list[Chunk]]:
-    """The buckets of a stream, in order. ``dtypes``: of the part's tensors, by number."""
+    """Return the buckets of a stream, in order. ``dtypes``: of the part's tensors, by number."""
     found: list[list[Chunk]] = []
     bucket: list[Chunk] = []
     end = 0
@@ -75,6 +75,6 @@ def _moved(start: Numbers, dim: int, by: int) -> Numbers:
 
 
 def view(array: Any, start: Numbers, size: Numbers) -> Any:
-    """The box of an array: of numpy, torch or CuPy, without a copy."""
+    """Return the box of an array: of numpy, torch or CuPy, without a copy."""
     lead = len(start) - len(size)
     return array[(*start[:lead], *(slice(at, at + count) for at, count in zip(start[lead:], size, strict=True)), ...)]

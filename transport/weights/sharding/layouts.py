@@ -39,7 +39,7 @@ class Piece(NamedTuple):
 
     @property
     def box(self) -> Box:
-        """In the global tensor."""
+        """Box in the global tensor."""
         return Box(self.start, self.size)
 
 
@@ -57,7 +57,7 @@ class LocalTensor(NamedTuple):
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
     def box_of(self, piece: Piece) -> Box:
-        """Where a piece stands in the array."""
+        """Return where a piece stands in the array."""
         return Box(piece.at, fitted(piece.size, len(self.shape), f"{self.name}: {piece.tensor}"))
 
     def check(self) -> None:
@@ -96,7 +96,7 @@ def _valid(name: str, dtype: str, shape: Numbers) -> None:
 
 
 def fitted(size: Numbers, dims: int, what: str) -> Numbers:
-    """A size with so many dimensions: leading ones are added or removed. SchemaError if others would have to go."""
+    """Return a size with so many dimensions, leading ones added or removed. SchemaError: others would have to go."""
     if len(size) <= dims:
         return (1,) * (dims - len(size)) + size
     if any(each != 1 for each in size[: len(size) - dims]):
@@ -122,7 +122,7 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
     @classmethod
     def of(cls, tensors: Iterable[LocalTensor]) -> Layout:
-        """The layout of these tensors in this order."""
+        """Return the layout of these tensors in this order."""
         return cls(tuple(tensors))
 
     @cached_property

@@ -248,7 +248,7 @@ def _assign(want: _Want, owner: _Owner, streams: dict[tuple[int, int], list[Slic
 
 
 def _local(piece: Piece, start: Numbers) -> Numbers:
-    """The place in the local tensor of an element of the global one."""
+    """Return the place in the local tensor of an element of the global one."""
     if start == piece.start:
         return piece.at
     lead = len(piece.at) - len(start)  # dimensions that only the local tensor has; below 0: that it lacks

@@ -66,7 +66,7 @@ class ParentRank(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BucketSource(NamedTuple):
-    """Where the buckets of a stream come from: the peer, and this rank's number among the readers there."""
+    """Source of a stream's buckets: the peer, and this rank's number among the readers there."""
 
     sender: int
     parent: str
@@ -102,7 +102,7 @@ class Outgoing(NamedTuple):
 
 
 class RankRole(msgspec.Struct, frozen=True, array_like=True):
-    """Everything that a rank needs to know for one update.
+    """Role of a rank in one update: whom it sends to, and what it receives.
 
     update: a number that this update has and no other; together with the version it is what members prove.
     bucket_bytes: of all streams: what every rank has room for, or less, so that a chain of relays is soon filled.
@@ -132,7 +132,7 @@ class RankRole(msgspec.Struct, frozen=True, array_like=True):
 
 
 def pack(value: Any) -> str:
-    """A value as text, which any framework's remote calls carry."""
+    """Return a value as text, which any framework's remote calls carry."""
     return base64.b64encode(zlib.compress(_encode(value), 1)).decode("ascii")
 
 
@@ -245,7 +245,7 @@ def roles(
 
 
 def completed(role: RankRole, layout: Layout) -> RankRole:
-    """The role of a whole model whose tensors are known: they are its part, each of them one slice."""
+    """Return the role of a whole model whose tensors are known: they are its part, each of them one slice."""
     tensors = layout.tensors
     slices = tuple(
         Slice(at, (0,) * len(each.shape), at, (0,) * len(each.shape), each.shape)
@@ -265,7 +265,7 @@ def completed(role: RankRole, layout: Layout) -> RankRole:
 
 
 def finer(room: int, parts: Sequence[tuple[int, int]]) -> int:
-    """The size of buckets, from what ranks have room for and (bytes, hops) of each part. A multiple of 64.
+    """Return the size of buckets, from what ranks have room for and (bytes, hops) of each part. A multiple of 64.
 
     A relay passes a bucket on when all of it has come, so each hop of a chain is some buckets behind the one before.
     The largest part determines the size; the others are done before it.
@@ -284,7 +284,7 @@ def _order(receivers: Sequence[ShardDescription]) -> dict[int, int]:
 
 
 def _hops(receivers: Sequence[ShardDescription], sender: ShardDescription, nbytes: int, bucket_bytes: int) -> list[Hop]:
-    """The parent of each receiver of a part of so many bytes."""
+    """Return the parent of each receiver of a part of so many bytes."""
     shape, fanout = sender.shape, sender.fanout
     few = bool(sender.layout) and nbytes < len({each.host for each in receivers}) * bucket_bytes
     if shape == "chain" and few:
@@ -298,7 +298,7 @@ def _hops(receivers: Sequence[ShardDescription], sender: ShardDescription, nbyte
 def build_topology(
     actor_n: int, rollout_n: int, metadata: Sequence[Any], *, whole: bool = False
 ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-    """The arguments of `WeightsEngine.init_process_group` for each trainer and each replica, by name.
+    """Return the arguments of `WeightsEngine.init_process_group` for each trainer and each replica, by name.
 
     A member's metadata, from its `prepare`, may list several ranks (``{"ranks": […]}``, as `ShardedReplica` has them);
     its argument ``roles`` then has as many. ``base`` is the version that changes are based on, or None; with ``whole``
@@ -325,7 +325,7 @@ def build_topology(
 
 
 def describe(metadata: Sequence[Any]) -> list[list[ShardDescription]]:
-    """The ranks of each member, from what its `prepare` returned. SchemaError for anything else."""
+    """Return the ranks of each member, from what its `prepare` returned. SchemaError for anything else."""
     try:
         return [msgspec.convert(each["ranks"], list[ShardDescription]) for each in metadata]
     except (msgspec.ValidationError, KeyError, TypeError) as error:

@@ -56,7 +56,7 @@ def columns(spec: TensorSpec, rank: int, world: int, name: str | None = None) ->
 
 
 def even(spec: TensorSpec, dim: int, rank: int, world: int, name: str | None = None) -> LocalTensor:
-    """An even share of one dimension. UsageError if the dimension does not divide evenly."""
+    """Return an even share of one dimension. UsageError if the dimension does not divide evenly."""
     _check(spec, dim, rank, world)
     step, rest = divmod(spec.shape[dim], world)
     if rest:
@@ -151,7 +151,7 @@ def stacked(name: str, parts: Sequence[LocalTensor]) -> LocalTensor:
 
 
 def experts(spec: TensorSpec, numbers: Sequence[int], name: str | None = None) -> LocalTensor:
-    """Some experts of a global tensor whose first dimension is the expert's number, in any order."""
+    """Return some experts of a global tensor whose first dimension is the expert's number, in any order."""
     _check(spec, 0, 0, 1)
     rest = spec.shape[1:]
     pieces = tuple(

@@ -139,7 +139,7 @@ class BucketSender:
         return frozenset() if self._feed is None else self._feed.left
 
     def lost(self, name: str) -> None:
-        """A child has left the feed: acknowledge its unread buckets in its place."""
+        """Acknowledge the unread buckets of a child that has left the feed, in its place."""
         for ticket, names in list(self._unread.values()):  # a thread may publish meanwhile
             self._acknowledge(ticket, names)
 
@@ -186,13 +186,13 @@ class BucketSender:
                 self._feed.drop(name)
 
     def try_reserve(self, size: int, names: tuple[str, ...]) -> WriteLease | None:
-        """A free slot for a bucket of these children; None: there is none now."""
+        """Return a free slot for a bucket of these children; None: there is none now."""
         with contextlib.suppress(RingFullError):
             return self._opened().reserve(Schema.of(data=("uint8", size)), readers=len(names), timeout_s=0.0)
         return None
 
     def unread(self, names: Sequence[str]) -> int:
-        """How many buckets the slowest of these children has not read."""
+        """Count the buckets that the slowest of these children has not read."""
         waiting = dict.fromkeys(names, 0)
         for _, late in self._late():
             for name in waiting.keys() & late:

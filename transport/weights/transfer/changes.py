@@ -51,7 +51,7 @@ class StreamBase:
         return self._of == (outgoing.slices, outgoing.dtypes, bucket_bytes)
 
     def image(self, index: int, size: int) -> Bytes:
-        """A bucket as it was sent last."""
+        """Return a bucket as it was sent last."""
         return self._memory[self._starts[index] : self._starts[index] + size]
 
     def changed(self, index: int, bucket: Sequence[Chunk], new: Bytes, out: Bytes) -> Changed | None:
@@ -87,7 +87,7 @@ class ShardBase:
     def begin(
         self, outgoing: Sequence[Outgoing], bucket_bytes: int, base: VersionProof | None
     ) -> list[tuple[StreamBase, bool]]:
-        """For each stream its base, and whether that is version ``base``. From now on it is of no version."""
+        """Return for each stream its base, and whether that is version ``base``. From now on it is of no version."""
         known = base is not None and self.proof == base
         reusable, self.proof, self._streams = self._streams, None, []
         found = []
@@ -103,7 +103,7 @@ class ShardBase:
         return found
 
     def end(self, proof: VersionProof) -> None:
-        """The streams were sent: they are of this version, unless one lost its receivers on the way."""
+        """Note that the streams were sent: they are of this version, unless one lost its receivers on the way."""
         self.proof = proof if all(each.complete for each in self._streams) else None
 
 
@@ -140,6 +140,6 @@ def apply(
 
 
 def _flat(target: np.ndarray[Any, Any]) -> Bytes:
-    """The bytes in C order: the place itself, or a copy where it is strided."""
+    """Return the bytes in C order: the place itself, or a copy where it is strided."""
     flat = target if target.flags.c_contiguous else np.ascontiguousarray(target)
     return flat.reshape(-1).view(np.uint8)

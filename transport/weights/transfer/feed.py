@@ -104,7 +104,7 @@ class Feed:
             await self._joined.wait()
 
     def missing(self, names: Iterable[str]) -> set[str]:
-        """Which of these have not come."""
+        """Return those of these that have not come."""
         return set(names) - self._children.keys() - self.left
 
     @property
@@ -169,7 +169,7 @@ class Feed:
         return hello.name
 
     async def _beat(self) -> None:
-        """A parent with nothing to say is told from one that is stopped, or whose host is gone."""
+        """Give signs of life: a parent with nothing to say is told from one that is stopped, or whose host is gone."""
         while True:
             await asyncio.sleep(self._stall_s / 4)
             for writer in list(self._children.values()):
@@ -304,7 +304,7 @@ class Upstream:
             reading.exception()  # retrieved, so that asyncio does not log it
 
     async def next(self) -> Frame:
-        """The next frame. ParentLostError if the parent disconnects or reports a failure."""
+        """Return the next frame. ParentLostError if the parent disconnects or reports a failure."""
         while not self._frames:
             if self.reading.cancelled():
                 raise ParentLostError(f"the connection to {self._parent} was closed here")

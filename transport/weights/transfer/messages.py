@@ -70,7 +70,7 @@ class Slices(msgspec.Struct, frozen=True, array_like=True, tag="slices"):
 
 @hiding("ticket")
 class Placed(msgspec.Struct, frozen=True, array_like=True, tag="placed"):
-    """To children on the same host: a whole part is in one slot, complete and verified."""
+    """Message to children on the same host: a whole part is in one slot, complete and verified."""
 
     part: int
     ticket: bytes
@@ -84,7 +84,7 @@ _decode = msgspec.msgpack.Decoder(Frame).decode
 
 
 def encode(frame: Frame) -> bytes:
-    """The frame with its length before it. ProtocolError when it is too long."""
+    """Return the frame with its length before it. ProtocolError when it is too long."""
     body = _encode(frame)
     if len(body) > MAX_FRAME_BYTES:
         raise ProtocolError(
@@ -102,7 +102,7 @@ def length_of(head: bytes, most: int = MAX_FRAME_BYTES) -> int:
 
 
 def decode(body: bytes) -> Frame:
-    """The frame. ProtocolError for anything else."""
+    """Return the frame. ProtocolError for anything else."""
     try:
         frame: Frame = _decode(body)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:

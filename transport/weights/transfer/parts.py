@@ -33,7 +33,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class PartLanding:
-    """Where one part lands: a slot that the host's other receivers map, or the receiver's own tensors."""
+    """Destination of one part: a slot that the host's other receivers map, or the receiver's own tensors."""
 
     def __init__(self, incoming: Incoming, layout: Layout, bucket_bytes: int) -> None:
         self.incoming = incoming
@@ -50,7 +50,7 @@ class PartLanding:
         self._arrays: list[np.ndarray[Any, Any]] = []
 
     def rank(self, sender: int) -> int:
-        """This receiver's number among the readers of a stream's buckets."""
+        """Return this receiver's number among the readers of a stream's buckets."""
         return self._sources[sender].rank
 
     @property
@@ -91,7 +91,7 @@ class PartLanding:
 
     # --- buckets ----------------------------------------------------------------------------------------------
     def bucket(self, frame: Slices, parent: str) -> tuple[list[Chunk], Ticket | None]:
-        """The bucket that a message announces, and its ticket; None: nothing of it has changed.
+        """Return the bucket that a message announces, and its ticket; None: nothing of it has changed.
 
         ProtocolError for one that is not expected.
         """
@@ -122,7 +122,7 @@ class PartLanding:
         return bucket, ticket
 
     def place_of(self, bucket: Sequence[Chunk]) -> Bytes | None:
-        """Where a bucket stands as it comes: a range of a tensor, or tensors side by side; None: nowhere."""
+        """Return where a bucket stands as it comes: a range of a tensor, or tensors side by side; None: nowhere."""
         targets = [self._target(chunk) for chunk in bucket]
         if not all(target.flags.c_contiguous for target in targets):
             return None
@@ -165,11 +165,11 @@ class PartLanding:
             raise WeightsChecksumError(f"part {self.incoming.part}: checksum mismatch of a bucket with its changes")
 
     def collect(self, bucket: Sequence[Chunk], memory: memoryview) -> None:
-        """The bytes of a bucket that is in its place. In a thread."""
+        """Collect the bytes of a bucket that is in its place. In a thread."""
         gather(memory, bucket, [self._target(chunk) for chunk in bucket])
 
     def placed(self) -> bool:
-        """A bucket is in its place, proven, and was relayed. Whether it is the part's last one."""
+        """Note that a bucket is in its place, proven and relayed; return whether it is the part's last one."""
         self._placing -= 1
         return not self._missing and not self._placing
 
@@ -201,7 +201,7 @@ class PartLanding:
 
 
 def row_layout_of(incoming: Incoming, layout: Layout) -> PayloadLayout:
-    """The row of a part that a receiver of this layout gets. SchemaError for a tensor that the layout lacks."""
+    """Return the row of a part that a receiver of this layout gets. SchemaError for a tensor that the layout lacks."""
     return row_of(TensorSpec(each.name, each.dtype, each.shape) for each in _tensors_of(incoming, layout))
 
 

@@ -42,7 +42,7 @@ _NOTHING: Bytes = np.empty(0, np.uint8)
 
 
 async def start_of(name: str, upstream: Upstream, version: int) -> Start:
-    """A parent's first message of a version. ProtocolError, or WeightsError for another version."""
+    """Return a parent's first message of a version. ProtocolError, or WeightsError for another version."""
     frame = await upstream.next()
     if not isinstance(frame, Start):
         raise ProtocolError(f"unexpected message at the start of a version: {type(frame).__name__}, expected Start")
@@ -52,7 +52,7 @@ async def start_of(name: str, upstream: Upstream, version: int) -> Start:
 
 
 class ShardReceiving:
-    """Receives one version. Create it, in a thread if the model is large, and `run` it once.
+    """Receiver of one version. Create it, in a thread if the model is large, and `run` it once.
 
     Args:
         role, layout: with the tensors that the version has, of a whole model too.
@@ -151,7 +151,7 @@ class ShardReceiving:
             raise first
 
     def _begin(self, work: Callable[P, Coroutine[Any, Any, None]], *arguments: P.args, **named: P.kwargs) -> None:
-        """A task of this version. A call in it that is cancelled by itself is an error: the group would ignore it."""
+        """Begin a task of this version. A call in it that is cancelled by itself is an error, else ignored."""
 
         async def run() -> None:
             try:

@@ -167,7 +167,7 @@ class ShardSending:
         self._taken += 1
 
     async def _end(self) -> None:
-        """The iterator has nothing else. SchemaError for more or fewer tensors than the layout's."""
+        """Check that the iterator has nothing else. SchemaError for more or fewer tensors than the layout's."""
         assert self._coming is not None
         while self._taken < len(self._layout.tensors):
             await self._next()
@@ -214,7 +214,7 @@ class ShardSending:
         return len(data)
 
     def _boxes(self, bucket: Sequence[Chunk]) -> list[Tensor]:
-        """The boxes of a bucket.
+        """Return the boxes of a bucket.
 
         A device's current stream is a property of the thread, so this is called in the loop's.
         """

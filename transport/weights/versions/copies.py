@@ -55,11 +55,11 @@ class Held:
         return f"<Held {self.checksum:016x}, {self.layout.total} bytes>"
 
     def arrays(self) -> dict[str, np.ndarray[Any, Any]]:
-        """The tensors by name, read-only, without a copy."""
+        """Return the tensors by name, read-only, without a copy."""
         return views(self.layout, self._lease.view, writable=False)
 
     def on_device(self, library: Library, device: int, group_bytes: int) -> Iterator[tuple[str, Any]]:
-        """The tensors by name, in new memory of a device, on the stream that is current in this thread at each step.
+        """Yield the tensors by name, in new memory of a device, on the stream current in this thread at each step.
 
         Neighbours share memory, of up to ``group_bytes`` or one tensor, which comes by one copy and is free again when
         the last of them is gone: a consumer that takes tensors one by one needs no memory for a second model. Work
@@ -74,7 +74,7 @@ class Held:
                 yield place.name, library.view(memory, msgspec.structs.replace(place, offset=place.offset - start))
 
     def _copied(self, start: int, end: int, library: Library, device: int) -> Any:
-        """A range of the row in device memory, once the current stream has got there."""
+        """Return a range of the row in device memory, once the current stream has got there."""
         self._lease.register(device)
         stream = library.stream(device)
         memory = library.empty(end - start, device, own=False)
@@ -139,14 +139,14 @@ class ShardHeld:
         return f"<ShardHeld {self.proof}, {self.layout.nbytes} bytes{'' if self._own is None else ', in place'}>"
 
     def arrays(self) -> dict[str, np.ndarray[Any, Any]]:
-        """The tensors by name: read-only views, or the engine's own tensors."""
+        """Return the tensors by name: read-only views, or the engine's own tensors."""
         found: dict[str, np.ndarray[Any, Any]] = dict(self._own or {})
         for part in self._parts:
             found |= part.arrays()
         return {each.name: found[each.name] if each.nbytes else _empty(each) for each in self.layout.tensors}
 
     def on_device(self, library: Library, device: int, group_bytes: int) -> Iterator[tuple[str, Any]]:
-        """The tensors by name, in new memory of a device (see `Held.on_device`).
+        """Yield the tensors by name, in new memory of a device (see `Held.on_device`).
 
         All of them are there at once where the version is of several parts.
         """
@@ -226,7 +226,7 @@ class Copies:
         self._old: list[tuple[SharedRingBuffer, Ticket]] = []  # released here, perhaps not by every reader
 
     def take(self, total: int, readers: int) -> WriteLease:
-        """A slot for a version of ``total`` bytes and so many ranks; its content is whatever was there.
+        """Return a slot for a version of ``total`` bytes and so many ranks; its content is whatever was there.
 
         Raises SharedMemoryError where the host has no room for one more version.
         """

@@ -41,7 +41,7 @@ class DeltaRecord(NamedTuple):
 
     @property
     def encoded_bytes(self) -> int:
-        """How long the record's bytes are."""
+        """Length of the record's bytes."""
         if self.changes == RAW:
             return _padded(self.length)
         blocks = -(-(self.length // self.itemsize) // BLOCK)

@@ -26,7 +26,7 @@ _WINDOW_BYTES = 2 << 20  # of a device's tensor that is hashed on the host at a 
 
 
 def row_of(specs: Iterable[TensorSpec]) -> PayloadLayout:
-    """Where tensors stand in the row, in this order. SchemaError for none, too many, or too many bytes."""
+    """Lay tensors out in a row, in this order. SchemaError for none, too many, or too many bytes."""
     placements: list[Placement] = []
     end = 0
     for spec in specs:
@@ -52,7 +52,7 @@ def _spec_of(name: str, tensor: Tensor) -> TensorSpec:
 
 
 def weights_checksum(weights: Mapping[str, Any]) -> int:
-    """The checksum of the version that these arrays are, in their order: what proves which version is served.
+    """Return the checksum of the version that these arrays are, in their order: what proves which version is served.
 
     Hashes every byte: about 70 ms for each GiB. What is in device memory comes to the host for that, piece by piece, on
     the stream that is current.

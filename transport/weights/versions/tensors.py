@@ -39,7 +39,7 @@ class OnDevice(NamedTuple):
         return self.tensor.shape
 
     def box(self, start: Sequence[int], size: Sequence[int]) -> OnDevice:
-        """A box of it. SchemaError unless its bytes are one range."""
+        """Return a box of it. SchemaError unless its bytes are one range."""
         shape = self.shape
         strides = [math.prod(shape[at + 1 :]) for at in range(len(shape))]
         first = next((at for at, count in enumerate(size) if count != 1), len(size))
@@ -62,7 +62,7 @@ Tensor = np.ndarray[Any, Any] | OnDevice
 
 
 def tensor_of(value: object, name: str) -> Tensor:
-    """The value as a tensor of a version. Call it in the thread that made the value, immediately after.
+    """Return the value as a tensor of a version. Call it in the thread that made the value, immediately after.
 
     It is in the host's byte order: an array in the other one is copied.
 
@@ -83,7 +83,7 @@ def tensor_of(value: object, name: str) -> Tensor:
 
 
 def on_host(tensor: Tensor) -> np.ndarray[Any, Any]:
-    """The tensor in host memory: itself, or a copy, which is complete on return."""
+    """Return the tensor in host memory: itself, or a copy, which is complete on return."""
     if not isinstance(tensor, OnDevice):
         return tensor
     copied: np.ndarray[Any, Any] = np.empty(tensor.shape, tensor.dtype)
