@@ -265,9 +265,10 @@ def test_a_rollout_holds_its_own_groups_back_while_nobody_plans(prefix: str, wir
             return rollout.wait_turn(0.0)
 
         assert has_turn_behind("p0") and not has_turn_behind("p1")  # each may be a step, as far as it knows
-        with trainer_of(prefix, wire) as trainer:
+        with trainer_of(prefix, wire) as trainer, open_rings(f"rings:{prefix}") as rings:
             steps = iter(trainer.steps(2))
             next(steps)
+            assert rings.latest("lead.0", timeout_s=LONG_S) is not None
             eventually(lambda: rollout.wait_turn(0.0), "one step waits")
         assert rollout.wait_turn(0.0) and not has_turn_behind("p2")  # two groups are one
 
@@ -553,6 +554,26 @@ def test_what_is_consumed_right_before_the_close_does_not_come_again(
     assert ring.native.unread == 8
     with trainer_of(prefix, wire) as trainer:
         assert sorted([seen, *learned(trainer, 1)]) == [[0] * 4, [1] * 4, [2] * 4]
+
+
+def test_steps_that_take_most_slots_of_their_ring_are_read_without_a_copy(
+    prefix: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ring_of(prefix, schema=SCHEMA, slot_bytes=None, slots=8) as ring, trainer_of(prefix) as trainer:
+        for value in range(2):
+            write(ring, f"p{value}", value)
+        steps = iter(trainer.steps(1))
+        for value in range(6):
+            step = next(steps)
+            assert [micro["tokens"][:, 0].tolist() for micro in step] == [[value] * 4]
+            if not value:
+                eventually(lambda: trainer.statistics().client.reads == 8, "the next one is read ahead")
+            step.accept()
+            if value % 2:
+                trainer.consume()
+            if value:
+                write(ring, f"p{value + 1}", value + 1)
+    assert not [each.getMessage() for each in caplog.records if each.name == "transport.ring.buffer"]
 
 
 def once_interrupted(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, at: int = 1) -> None:

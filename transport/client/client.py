@@ -257,8 +257,12 @@ class UCXXClient:
 
     # --- taking, without tickets ----------------------------------------------------------------------
     def share(self, attached: AttachedRings) -> None:
-        """Map what tickets name through the attachments of a run's rings, which are the rings' to close."""
+        """Map what tickets name through the attachments of a run's rings, which are the rings' to close.
+
+        What is read so is claimed by a trainer, so that its slots are held, whether it is copied or not.
+        """
         self._attached = attached
+        self._reads.bounded = False
 
     @property
     def claims(self) -> ClaimConnections:

@@ -52,6 +52,7 @@ class Reads:
     Attributes:
         stale: reads of payloads that were gone.
         failed: reads that failed otherwise.
+        bounded: views may take a share of a ring's slots, and further payloads are copied.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Reads:
         self._finder = finder
         self.stale = 0
         self.failed = 0
+        self.bounded = True
 
     def deadline(self, timeout: float | None) -> Deadline:
         """Return the deadline of a call with this ``timeout`` in seconds; None: the settings' batch deadline."""
@@ -219,7 +221,7 @@ class Reads:
 
         Raises what `SharedRingBuffer.read_raw` raises.
         """
-        data: Any = ring.lend(ticket, rank) if out is None else None
+        data: Any = ring.lend(ticket, rank, bounded=self.bounded) if out is None else None
         if data is None:
             if destination is None:
                 destination = self._buffers.take(ticket.size)

@@ -563,12 +563,16 @@ class SharedRingBuffer(Attachment):
             raise self.refusal(loan, ticket, rank)
         return ReadLease(self, ticket, rank, loan)
 
-    def lend(self, ticket: Ticket, rank: int) -> _ring.Loan | None:
+    def lend(self, ticket: Ticket, rank: int, *, bounded: bool = True) -> _ring.Loan | None:
         """Pin a payload while anything looks into its bytes, read-only. None: too many slots are in use so: copy it.
+
+        Args:
+            bounded: at most `most_views` are lent at a time.
 
         Raises what `read_raw` raises.
         """
-        loan = self.native.begin_read(ticket.slot, ticket.generation, ticket.key, ticket.size, rank, self.most_views)
+        most = self.most_views if bounded else 0
+        loan = self.native.begin_read(ticket.slot, ticket.generation, ticket.key, ticket.size, rank, most)
         if isinstance(loan, int):
             raise self.refusal(loan, ticket, rank)
         if loan is None and not self._warned_of_views:
