@@ -21,7 +21,7 @@ and another trainer may succeed. ``status`` is the code of the error in a STATUS
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Final
+from typing import ClassVar, Final, TypeVar
 
 __all__ = [  # noqa: RUF022  # in the order of the tree; a class that is not listed is caught as one of its bases here
     "TransportError",
@@ -399,3 +399,17 @@ OWN_FAULTS: Final = (
     WireNotAllowedError,
 )
 """With these nothing can be read until this process is configured, or started, otherwise."""
+
+E = TypeVar("E", bound=TransportError)
+
+
+def bare(error: E) -> E:
+    """Return the error as a value, without the frames of its traceback and of its causes'.
+
+    These keep what was read beside it alive, and are of no use to who meets the error elsewhere.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        cause.__traceback__ = None
+        cause = cause.__cause__ or cause.__context__
+    return error

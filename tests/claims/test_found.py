@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 from found_rings import LONG_S, consume, contents, ring_of, seen, some, take
 from helpers import NETWORK, NETWORK_WIRE, Child, eventually, free
+from loopback import FAMILY, LOOPBACK
 from packers import SCHEMA, Worker, write
 
 from transport import ClientOptions, FoundRings, Schema, SharedRingBuffer, Trainer, UCXXServer, open_rings
@@ -22,10 +25,12 @@ from transport.errors import (
     ClosedError,
     ConfigurationError,
     PayloadTooLargeError,
+    RankError,
     UsageError,
 )
 from transport.store import SQLiteStore
 from transport.store.directory import Announcement, Directory
+from transport.wire.addresses import host_port
 
 pytestmark = pytest.mark.ucx
 both = pytest.mark.parametrize("wire", ["mapped", NETWORK_WIRE])
@@ -202,15 +207,39 @@ def test_a_ring_with_a_name_is_found_by_the_trainers_of_its_run(
         worker.cleanup_ucxx()
 
 
-def test_why_no_place_can_be_reached_is_raised() -> None:
+@pytest.mark.parametrize("wrong", ["secret", "consumer"])
+def test_what_every_address_refuses_is_raised_at_once(wrong: str) -> None:
+    secret = b"no listener has it" if wrong == "secret" else None
     with (
-        ring_of("elsewhere-") as ring,
+        ring_of("elsewhere-", consumers={"train": 1}) as ring,
         FoundRings(AtAddresses(f"127.0.0.1:{ring.native.ports()[0]}")) as queue,
-        Trainer(None, queue, client=ClientOptions(secret=b"no listener has it")) as trainer,
-        pytest.raises(AuthenticationError),
+        Trainer(None, queue, rank="train" if secret else "other", client=ClientOptions(secret=secret)) as trainer,
+        pytest.raises(AuthenticationError if secret else RankError) as raised,
     ):
-        while True:  # raised once the time of a take is over
-            trainer.take(1, 0.2)
+        trainer.take(1, float("inf"))
+    assert raised.value.__cause__ is None or raised.value.__cause__.__traceback__ is None
+    assert len(raised.traceback) < 8  # from the call, none of the connection's
+
+
+def test_an_address_where_nobody_answers_yet_is_waited_for_beside_one_that_refuses() -> None:
+    with (
+        socket.create_server((LOOPBACK, 0), family=FAMILY) as place,
+        ring_of("elsewhere-", secret=b"of another start") as ring,
+        contextlib.ExitStack() as stack,
+    ):
+        port = place.getsockname()[1]
+        place.close()
+        addresses = ",".join(host_port(LOOPBACK, each) for each in (ring.native.ports()[0], port))
+        queue = stack.enter_context(FoundRings(AtAddresses(addresses)))
+        trainer = stack.enter_context(Trainer(None, queue))
+        taken = stack.enter_context(ThreadPoolExecutor(1)).submit(trainer.take, 1, LONG_S)
+        eventually(
+            lambda: len(trainer.rings._network.reached(0, named=False, met=False).faults) == 2, "both were tried"
+        )
+        stack.enter_context(ring_of("later-", ports=(port,))).write_raw(b"one")
+        batch = taken.result()
+        assert batch is not None
+        batch.consume()
 
 
 # --- notices of one host -----------------------------------------------------------------------------

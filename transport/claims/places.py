@@ -70,6 +70,7 @@ class Discovery:
 
     prefix: str = ""  # with which a writer's new ring is to be named, so that it is found; "": any name will do
     directory: Directory | None = None  # where a writer's server is to be published, so that it is found
+    fixed: bool = False  # no other places come than those that are known
 
     def __repr__(self) -> str:
         return "rings that were given"
@@ -253,6 +254,8 @@ class OnThisHost(Discovery):
 
 class AtAddresses(Discovery):
     """Listeners by host and port."""
+
+    fixed = True
 
     def __init__(self, addresses: str) -> None:
         try:

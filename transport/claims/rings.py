@@ -44,9 +44,9 @@ from transport.claims.network import MOST_FAILURES, NetworkSource, summed
 from transport.claims.notices import FirstAnnouncements, NoNotices, Notice, Notices, RingNotices, StoreNotices
 from transport.claims.places import UNNAMED, Discovery, OnThisHost, RingAddress, each_observed, starts_of
 from transport.claims.taken_part import TakenPart
-from transport.claims.waiting import Holder, Known, NoPayloadReason, Waiting, crowded, few, own_fault, reason
+from transport.claims.waiting import Holder, Known, NoPayloadReason, Waiting, crowded, few, is_final, own_fault, reason
 from transport.config import configuration, lease_or_configured
-from transport.errors import OWN_FAULTS, ClosedError, OpenFilesError, SchemaError, TransportError, UsageError
+from transport.errors import OWN_FAULTS, ClosedError, OpenFilesError, SchemaError, TransportError, UsageError, bare
 from transport.ring.buffer import SharedRingBuffer
 from transport.runtime.arguments import at_least, number, number_or_none, seconds
 from transport.runtime.logs import LOOK_S, SAY_AGAIN_S, LogLimit
@@ -219,8 +219,8 @@ class FoundRings:
         an older policy than ``oldest_version`` is discarded instead, with that reason, and counted as ``aged``; what
         was written without a version is never too old.
 
-        Raises what keeps this process itself from every ring, when the time is over; RankError where all rings are here
-        and none has the consumer of this name.
+        Raises what keeps this process itself from every ring, when the time is over, or at once where every address
+        refuses it; RankError where all rings are here and none has the consumer of this name.
         """
         give_up = 0.0
         while True:
@@ -288,20 +288,23 @@ class FoundRings:
         self._network.rest_at_once()
 
     def _waited(self, rank: int | str, give_up: float, here: Sequence[Ranked]) -> bool:
-        """Return whether the time is over, after a look that found nothing; raise what is this process's own fault."""
+        """Return whether the time is over, after a look that found nothing.
+
+        Raises what is this process's own fault: at the end of the time, or at once where nothing else can come.
+        """
         self._has_waited = True
         if self._waiting.due():
             with contextlib.suppress(TransportError):  # the caller meets it
                 found = self.why_nothing(rank)
                 if self._waiting.found(found) and found is not None:
                     log.warning("no payload has come for %.0f s: %s", LOOK_S, found.text)
-        if time.monotonic() < give_up:
-            return False
-        if self._elsewhere:
-            fault = own_fault(self._network.reached(rank, named=bool(here), met=self._met))
-            if fault is not None:
-                raise fault
-        return True
+        over = time.monotonic() >= give_up
+        if self._elsewhere and (over or self.places.fixed):
+            reached = self._network.reached(rank, named=bool(here), met=self._met)
+            fault = own_fault(reached)
+            if fault is not None and (over or is_final(reached, len(self._served()))):
+                raise bare(fault)
+        return over
 
     def why_nothing(self, rank: int | str | None = None) -> NoPayloadReason | None:
         """Say why there is nothing to claim at the moment; None: its rings are there, and their turn is next."""

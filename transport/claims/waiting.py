@@ -34,6 +34,7 @@ from transport.schema import Schema, difference
 if TYPE_CHECKING:
     from transport.ring.buffer import SharedRingBuffer
 
+_REFUSALS: Final = (RankError, BatchTooLargeError, *OWN_FAULTS)
 _NAMED: Final = 3  # rings, runs, holders or places in one sentence
 _MOST_SLOTS: Final = 4096  # looked at for claims, in each ring
 # A random ring's name ends with 16 digits.
@@ -195,6 +196,11 @@ def own_fault(reached: Reached) -> TransportError | None:
         if unknown_name or (reached.barred and isinstance(fault, OWN_FAULTS)) or isinstance(fault, BatchTooLargeError):
             return fault
     return None
+
+
+def is_final(reached: Reached, places: int) -> bool:
+    """Tell whether each of so many places refuses this process. One that does not answer yet may let it in."""
+    return places == sum(isinstance(fault, _REFUSALS) for fault in reached.faults.values())
 
 
 def reason(known: Known) -> NoPayloadReason | None:

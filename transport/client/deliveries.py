@@ -22,7 +22,7 @@ from transport.client.connections.pool import PortKey
 from transport.client.device_reads import DevicePayload
 from transport.client.payload import AckMode, Payload, ReadOutcome, ReadPayload
 from transport.devices.targets import Target
-from transport.errors import ClosedError, SchemaError, StaleSlotError, TransportError
+from transport.errors import ClosedError, SchemaError, StaleSlotError, TransportError, bare
 from transport.ring.attached import through
 from transport.ring.buffer import SharedRingBuffer
 from transport.ring.parts import PayloadPart, part_of
@@ -183,8 +183,3 @@ class Deliveries:
         if via is None or self._links.routes.find(ticket.ring) is None:  # never known, or forgotten since it was read
             self._links.ports(ticket)
         self._links.acknowledge(ack, via)
-
-
-def bare(error: TransportError) -> TransportError:
-    """Return the error as a value: the frames of its traceback would keep the payloads read beside it alive."""
-    return error.with_traceback(None)

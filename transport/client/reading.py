@@ -20,13 +20,13 @@ from transport.client.attempts import RemoteReads
 from transport.client.connections.connection import Want
 from transport.client.connections.links import Links
 from transport.client.connections.warming import CONCURRENCY
-from transport.client.deliveries import Deliveries, bare
+from transport.client.deliveries import Deliveries
 from transport.client.device_reads import DeviceReads
 from transport.client.payload import Payload, ReadOutcome
 from transport.client.retry import Deadline
 from transport.devices.buffers import Block, BufferPool, is_short_of_memory
 from transport.devices.targets import Target
-from transport.errors import BufferUnsuitableError, ClosedError, StaleSlotError, TransportError, UsageError
+from transport.errors import BufferUnsuitableError, ClosedError, StaleSlotError, TransportError, UsageError, bare
 from transport.ring.attached import through
 from transport.ring.buffer import SharedRingBuffer
 from transport.ring.packing import check_destination

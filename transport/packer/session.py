@@ -23,7 +23,7 @@ from transport.client.client import UCXXClient, WirePolicy
 from transport.client.connections.acknowledgements import Identity
 from transport.client.retry import Deadline, Retry
 from transport.config import Configuration
-from transport.errors import StaleSlotError, TransportError
+from transport.errors import StaleSlotError, TransportError, bare
 from transport.observe.metrics import Exporter
 from transport.observe.statistics import PackerStatistics
 from transport.packer.consumed_record import ConsumedRecord
@@ -106,7 +106,7 @@ class PackerSession:
             try:
                 return await call(deadline.remaining(time.monotonic()))
             except TransportError as error:
-                pause_s = plan.failed(_bare(error), time.monotonic())
+                pause_s = plan.failed(bare(error), time.monotonic())
             await asyncio.sleep(pause_s)
 
     def count(self, batch: FetchedBatch) -> None:
@@ -223,12 +223,3 @@ async def make_client(
     )
     thread.closes(client.close)
     return client
-
-
-def _bare(error: TransportError) -> TransportError:
-    """Return the error as a value: frames of its traceback, and of its cause's, would keep the payloads alive."""
-    cause: BaseException | None = error
-    while cause is not None:
-        cause.__traceback__ = None
-        cause = cause.__cause__ or cause.__context__
-    return error
