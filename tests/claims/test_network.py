@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import itertools
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from found_rings import HereAndElsewhere, consume, here_and_elsewhere, names, ring_of, seen, some, take
-from helpers import NETWORK, eventually
+from found_rings import HereAndElsewhere, consume, contents, here_and_elsewhere, names, ring_of, seen, some, take
+from helpers import NETWORK, PATIENCE_S, eventually
 from patience import PATIENCE
 
 from transport import FoundRings, SharedRingBuffer, UCXXServer
+from transport.claims import network
 from transport.claims.batch import ClaimedRows
 from transport.claims.mapped import RingsOfHost
 from transport.claims.network import NetworkSource
 from transport.claims.places import OnThisHost
+from transport.claims.taken_part import TakenPart
 from transport.errors import AuthenticationError, ClosedError, RingFullError
 from transport.runtime.loop_thread import LoopThread
 from transport.training.batch import Claimed
@@ -69,6 +72,32 @@ def test_a_take_that_is_interrupted_at_any_message_to_the_loop_can_be_repeated(
                 assert consume(some(queue, 1)) == [True]
                 break
     assert interrupted == {"_soon": 4, "soon": 4}
+
+
+def test_what_an_idle_trainer_gives_back_while_it_takes_again_comes_again(
+    ring: SharedRingBuffer, queue: FoundRings
+) -> None:
+    assert take(queue, 1) == []  # from here on payloads come
+    of = queue._network._ranks[0]
+    loop = of.demands._loop
+
+    class GivenBack(deque[TakenPart]):
+        """What came, of which the loop gives back all between the caller's look and its reach."""
+
+        def popleft(self) -> TakenPart:
+            asyncio.run_coroutine_threadsafe(rested(), loop).result(PATIENCE_S)
+            return super().popleft()
+
+    async def rested() -> None:
+        network._rest(of)
+
+    of.came = GivenBack()
+    ring.write_raw(b"one")
+    eventually(lambda: len(of.came) == 1, "it has come")
+    assert take(queue, 1) == []
+    of.came = deque()
+    assert contents(parts := some(queue, 1)) == [b"one"]
+    assert consume(parts) == [True]
 
 
 def test_a_wrong_secret_is_the_callers_error(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,9 +20,9 @@ import numpy as np
 import pytest
 from claimed import claim_each
 from found_rings import LONG_S, ring_of
-from helpers import PATIENCE_S, Child, eventually
+from helpers import PATIENCE_S, Child, cut_connections, eventually, on_loop
 
-from transport import Rollout, Schema, SharedRingBuffer, UpTo, open_rings
+from transport import Rollout, Schema, SharedRingBuffer, UCXXServer, UpTo, open_rings
 from transport.claims import lead
 from transport.claims.lead import LeadSaid
 from transport.claims.notices import Notice
@@ -33,6 +33,7 @@ from transport.packer.consumed_record import ConsumedRecord
 from transport.store.base import Entry
 from transport.store.memory import MemoryStore
 from transport.training import planner
+from transport.training.holding import Holding
 from transport.training.mesh import Mesh
 from transport.training.planner import Planner
 from transport.training.step_records import PlannedPart, PlannedStep, StepRecords
@@ -574,6 +575,41 @@ def test_steps_that_take_most_slots_of_their_ring_are_read_without_a_copy(
             if value:
                 write(ring, f"p{value + 1}", value + 1)
     assert not [each.getMessage() for each in caplog.records if each.name == "transport.ring.buffer"]
+
+
+def test_what_is_lost_in_the_turn_that_ends_the_data_comes_again(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    all_written = Holding.all_written
+    lost: list[bool] = []
+
+    def lost_behind_the_look(holding: Holding) -> bool:
+        written = all_written(holding)
+        if written and not lost:
+            on_loop(server, lambda: cut_connections(server))
+            eventually(lambda: all(held.lost for held in holding._held.values()), "the connection is lost")
+            lost.append(True)
+        return written
+
+    monkeypatch.setattr(Holding, "all_written", lost_behind_the_look)
+    with (
+        SharedRingBuffer.create(SCHEMA, prefix=prefix, slots=8) as ring,
+        UCXXServer(ring, mode="thread") as server,
+        trainer_of(prefix, "tcp") as trainer,
+    ):
+        write(ring, "p", 1)
+        ring.end_data()
+        assert learned(trainer, 2) == [[1] * 4] and lost
+
+
+def test_a_close_that_fails_gives_back_what_its_planner_holds(ring: SharedRingBuffer, prefix: str) -> None:
+    write(ring, "p", 1)
+    with MemoryStore() as store, open_rings(f"rings:{prefix}") as rings:
+        trainer = Trainer(SCHEMA, rings, mesh=Mesh(store=store))
+        trainer.steps(2)
+        eventually(lambda: ring.native.depth(0)["claimed"] == 4, "the planner holds the group")
+        store.close()
+        with pytest.raises(ClosedError):
+            trainer.close()
+        assert ring.native.depth(0)["ready"] == 4
 
 
 def once_interrupted(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, at: int = 1) -> None:
