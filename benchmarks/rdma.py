@@ -17,9 +17,9 @@ import contextlib
 import math
 import os
 import sys
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -29,7 +29,7 @@ import numpy as np
 from transport import ClientOptions, SharedRingBuffer, Ticket, Trainer, UCXXClient, UCXXServer
 from transport.bench.result import Case
 from transport.bench.units import parse_sizes
-from transport.errors import MissingDependencyError, RingFullError
+from transport.errors import MissingDependencyError
 from transport.settings import Settings
 from transport.wires import Wire
 
@@ -137,32 +137,33 @@ async def read(ring: SharedRingBuffer, wire: Wire, size: int, at_once: int, seco
 
 
 def take(ring: SharedRingBuffer, wire: Wire, size: int, seconds: float) -> Figures:
-    """A trainer takes batches while they are written."""
+    """A trainer takes what is written meanwhile: what comes before it is asked for is of this time as well."""
     content = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
-    over, taken = threading.Event(), 0
 
     def write() -> None:
-        while not over.is_set():
-            with contextlib.suppress(RingFullError):
-                ring.write_raw(content, timeout_s=0.2)
+        for _ in range(2 * BATCH):
+            ring.write_raw(content, timeout_s=60)
 
-    with Trainer(None, f"rings:{PREFIX}", wire={wire}, client=ClientOptions(settings=SETTINGS)) as trainer:
-        writing = threading.Thread(target=write)
-        writing.start()
-        used = None
-        try:
-            while used is None or not taken or used()[0] < seconds:
+    with (
+        Trainer(None, f"rings:{PREFIX}", wire={wire}, client=ClientOptions(settings=SETTINGS)) as trainer,
+        ThreadPoolExecutor(1) as beside,
+    ):
+
+        def some() -> int:
+            writing, taken = beside.submit(write), 0
+            while taken < 2 * BATCH:
                 batch = trainer.take(BATCH // 2, 60)
                 assert batch is not None
                 batch.consume()
                 taken += len(batch)
-                if used is None:  # the first batch has made the connection
-                    used, taken = Used(ring), 0
-            found = used()
-        finally:
-            over.set()
-            writing.join()
-    return Figures.of(f"take {wire}", size, BATCH // 2, taken, found)
+            writing.result()
+            return taken
+
+        some()  # makes the connection
+        used, count = Used(ring), 0
+        while not count or used()[0] < seconds:
+            count += some()
+        return Figures.of(f"take {wire}", size, BATCH // 2, count, used())
 
 
 def floor_of(wire: str, size: int, at_once: int, seconds: float) -> float:
