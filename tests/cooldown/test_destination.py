@@ -1,24 +1,22 @@
-"""Every destination keeps one contract: a folder on disk, and S3 as a real server speaks it."""
+"""Every destination keeps one contract: a folder on disk, S3 and Google Cloud Storage as servers speak them."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import importlib.util
 import os
 import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from checkpoint_services import GS, S3, SECRET, Service
 from helpers import Child
 
-from transport.cooldown import EpochRecord
-from transport.cooldown.destinations import bucket
 from transport.cooldown.destinations.base import PIECE, Destination, check_permissions, normalise
 from transport.cooldown.destinations.folder import Folder
 from transport.cooldown.destinations.masking import masked
 from transport.cooldown.destinations.open import open_destination
-from transport.cooldown.upload import Stop, upload
 from transport.errors import (
     DestinationDeniedError,
     DestinationError,
@@ -28,52 +26,26 @@ from transport.errors import (
     UsageError,
 )
 
-SECRET = "wJalrXUtnFEMI/K7MDENG-testing-only"
-_HAVE_S3 = all(importlib.util.find_spec(name) for name in ("moto", "s3fs", "flask"))
-needs_s3 = pytest.mark.skipif(not _HAVE_S3, reason="needs moto's server and s3fs")
+pytestmark = pytest.mark.filterwarnings("ignore:Sending a large body directly:ResourceWarning")  # of aiohttp, by gcsfs
+PLACES = [None, S3, pytest.param(GS, marks=pytest.mark.adapters("torch"))]
 
 
-@pytest.fixture(scope="module", autouse=True)  # before the first leak check: fsspec's thread stays for life
-def s3_server() -> Iterator[str]:
-    """moto's server in a process of its own; the bucket is "checkpoints"."""
-    if not _HAVE_S3:
-        yield ""
-        return
-    import fsspec.asyn
-    import s3fs
-
-    with pytest.MonkeyPatch.context() as patch, Child("import s3_server; s3_server.main()", 0) as child:
-        url = child.line()
-        patch.setenv("AWS_ACCESS_KEY_ID", "testing")
-        patch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-        patch.setenv("AWS_ENDPOINT_URL", url)
-        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-        system = s3fs.S3FileSystem(skip_instance_cache=True)
-        system.mkdir("checkpoints")
-        fsspec.asyn.sync(system.loop, system._s3creator.__aexit__, None, None, None)
-        del system
-        yield url
+@pytest.fixture(scope="module", params=PLACES, ids=lambda each: each.module if each else "folder")
+def served(request: pytest.FixtureRequest) -> Iterator[Service | None]:
+    """The service of the destinations, while it runs; None: a folder."""
+    service: Service | None = request.param
+    with contextlib.ExitStack() as stack:
+        if service is not None:
+            stack.enter_context(service.prepared())
+            stack.enter_context(service.serving())
+        yield service
 
 
-@pytest.fixture(autouse=True)
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The least that S3 takes for a part, so that a few MiB are several."""
-    monkeypatch.setattr(bucket, "PART", 5 << 20)
-
-
-def folder(request: pytest.FixtureRequest) -> Destination:
-    return Folder(request.getfixturevalue("tmp_path"))
-
-
-def s3(request: pytest.FixtureRequest) -> Destination:
-    request.getfixturevalue("s3_server")
-    return open_destination(f"s3://checkpoints/{secrets.token_hex(4)}")
-
-
-@pytest.fixture(params=[folder, pytest.param(s3, marks=needs_s3)], ids=["folder", "s3"])
-def destination(request: pytest.FixtureRequest) -> Iterator[Destination]:
-    with request.param(request) as made:
+@pytest.fixture
+def destination(served: Service | None, tmp_path: Path) -> Iterator[Destination]:
+    url = f"{served.url}/{secrets.token_hex(4)}" if served else str(tmp_path)
+    # gcsfs keeps its connections until the server ends.
+    with GS.serving() if served is GS else contextlib.nullcontext(), open_destination(url) as made:
         yield made
 
 
@@ -166,40 +138,7 @@ def test_one_may_join_where_everything_is_allowed(destination: Destination) -> N
     assert destination.names("") == []
 
 
-@needs_s3
-def test_an_upload_to_s3_that_is_called_off_leaves_nothing_at_all(tmp_path: Path) -> None:
-    """Not even the parts of a multipart upload, which cost money where nobody sees them."""
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "large").write_bytes(bytes(14 << 20))
-    record = EpochRecord(run="run", epoch=1, destination="", cooldown_s=1.0, seed=1)
-    stop = Stop()
-    begun = []
-
-    def progress(done: int, files: int, size: int) -> None:
-        if size > 9 << 20:
-            begun.extend(destination._fs.list_multipart_uploads("checkpoints"))  # type: ignore[attr-defined]
-            stop.set()
-
-    with open_destination(f"s3://checkpoints/{secrets.token_hex(4)}") as destination:
-        with pytest.raises(UploadCancelledError):
-            upload(tmp_path / "model", destination, record, "a", "0" * 16, stop=stop, progress=progress)
-        assert begun
-        assert destination._fs.list_multipart_uploads("checkpoints") == []  # type: ignore[attr-defined]
-        assert destination.names("") == []
-
-
 # --- refusals -------------------------------------------------------------------------------------------
-
-
-@needs_s3
-def test_a_service_that_is_not_there_is_an_error(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
-    with open_destination("s3://checkpoints/x") as gone, pytest.raises(DestinationError, match="cannot list") as caught:
-        check_permissions(gone)
-    assert SECRET not in str(caught.value)
-
-
 @pytest.mark.parametrize(("operation", "named"), [
     ("names", "cannot list"), ("put", "cannot create files in"), ("read", "cannot read"),
     ("delete", "cannot delete from"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import json
 import os
 import secrets
@@ -14,13 +13,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cooldown_runs import Run, restored_though_the_service_died
+from checkpoint_services import HUB
+from cooldown_runs import Run
 from helpers import Child, asynchronous
 from sharded_runs import HOSTS, ShardedRun
 from silent_server import silent_server
 
 from transport.cooldown import CooldownHost, EpochRecord, Outcome, open_destination, restore
-from transport.cooldown import client as client_module
 from transport.cooldown.destinations import base
 from transport.cooldown.destinations.base import Destination, check_permissions
 from transport.cooldown.destinations.hub import Hub
@@ -29,46 +28,11 @@ from transport.cooldown.pruning import carry_out, plan
 from transport.errors import DestinationError, UploadCancelledError, UsageError
 from transport.store.sqlite import SQLiteStore
 
-pytestmark = [
-    pytest.mark.adapters("torch"),  # its environment has huggingface_hub and transformers
-    pytest.mark.skipif(not importlib.util.find_spec("huggingface_hub"), reason="huggingface_hub is not installed"),
-]
-
-SERVER = (
-    "import runpy, sys; sys.argv = ['hub_server', *sys.argv[1:]]; runpy.run_module('hub_server', run_name='__main__')"
-)
-URL = "hf://user/model"
+SERVICE = HUB
+pytestmark = [pytest.mark.adapters("torch"), pytest.mark.usefixtures("shared")]  # its environment has the packages
+URL = HUB.url
 MODEL = {"model.safetensors": secrets.token_bytes(300_000), "config.json": b"{}", "empty": b""}
 PLACE = upload_folder("run", 7, f"a/{'0' * 16}")
-
-
-@contextlib.contextmanager
-def serving(port: int = 0) -> Iterator[Child]:
-    constants = importlib.import_module("huggingface_hub.constants")
-    with Child(SERVER, port) as server:
-        # The others are made of the first when the package is imported, which another test may have done.
-        os.environ["HF_ENDPOINT"] = constants.ENDPOINT = endpoint = server.line()
-        downloads = importlib.import_module("huggingface_hub.file_download")
-        template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
-        constants.HUGGINGFACE_CO_URL_TEMPLATE = downloads.HUGGINGFACE_CO_URL_TEMPLATE = template
-        yield server
-
-
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Child]:
-    for name, value in (("HF_ENDPOINT", ""), ("HF_TOKEN", "hf_testing"), ("HF_HOME", str(tmp_path / "home"))):
-        monkeypatch.setenv(name, value)
-    for name in (
-        "constants.ENDPOINT",
-        "constants.HUGGINGFACE_CO_URL_TEMPLATE",
-        "file_download.HUGGINGFACE_CO_URL_TEMPLATE",
-    ):
-        monkeypatch.setattr(f"huggingface_hub.{name}", "", raising=False)  # later releases have one less
-    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # its thread would stay
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_PROGRESS_BARS", True)
-    with serving() as each:
-        yield each
 
 
 @pytest.fixture
@@ -124,12 +88,6 @@ def test_an_upload_that_was_given_up_leaves_nothing(server: Child, hub: Destinat
     assert hub.names("run") == []
 
 
-def test_one_may_join(server: Child, hub: Destination) -> None:
-    before = branches(server)
-    check_permissions(hub)
-    assert branches(server) == before
-
-
 def test_folders_are_listed_from_branches_and_main(hub: Destination) -> None:
     hub.put(f"{PLACE}/manifest.json", b"{}")
     hub.put("run/outcomes/1.json", b"{}")
@@ -156,20 +114,9 @@ def test_a_url_names_a_repository_only(url: str) -> None:
         open_destination(url)
 
 
-@pytest.mark.usefixtures("server")
 def test_a_repository_that_is_not_there_is_an_error() -> None:
     with open_destination("hf://user/other") as other, pytest.raises(DestinationError, match="cannot join"):
         check_permissions(other)
-
-
-def test_a_server_that_is_killed_in_the_middle_gets_the_checkpoint_when_it_is_back(
-    server: Child, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It comes back without the branch that the upload had begun."""
-    monkeypatch.setattr(client_module, "AGAIN_FIRST_S", 0.01)
-    port = int(os.environ["HF_ENDPOINT"].rpartition(":")[2])
-    found = restored_though_the_service_died(tmp_path, URL, server, lambda: serving(port), save)
-    assert found == MODEL
 
 
 @asynchronous
@@ -255,7 +202,7 @@ def test_from_pretrained_loads_what_was_uploaded(server: Child, tmp_path: Path) 
         assert child.line().startswith("equal")
 
 
-def test_a_service_that_does_not_answer_is_given_up(server: Child, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_service_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "ANSWER_S", 0.2)
     with silent_server() as port:
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{port}")
@@ -265,9 +212,7 @@ def test_a_service_that_does_not_answer_is_given_up(server: Child, monkeypatch: 
                     ask()
 
 
-def test_a_service_that_pauses_while_it_takes_bytes_is_waited_for(
-    server: Child, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_service_that_pauses_while_it_takes_bytes_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its pause is longer than the limit of a connection, and shorter than that of an answer."""
     import huggingface_hub.utils as package
 

@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from helpers import Child
-
-from transport.cooldown import (
-    CooldownClient,
-    CooldownHost,
-    Ledger,
-    Outcome,
-    Part,
-    open_destination,
-    recorded_outcomes,
-    restore,
-)
+from transport.cooldown import CooldownClient, CooldownHost, Ledger, recorded_outcomes, restore
 from transport.cooldown.destinations.folder import Folder
 from transport.cooldown.epochs.records import EpochRecord
 from transport.store import Store
-from transport.store.sqlite import SQLiteStore
 
 CLIENTS = ("a", "b", "c", "d", "e", "f")
 MODEL = {"weights": bytes(range(256)) * 40_000, "layers/0": b"zero", "layers/1": b"one"}
@@ -113,27 +100,3 @@ async def passing(run: Run, work: Awaitable[Any]) -> Any:
     finally:
         clock.cancel()
         await asyncio.gather(clock, return_exceptions=True)
-
-
-def restored_though_the_service_died(
-    path: Path, url: str, server: Child, serving: Callable[[], AbstractContextManager[Child]], save: Any
-) -> dict[str, bytes]:
-    """A cooldown whose service dies at the first bytes and comes back empty: what its checkpoint has."""
-
-    async def cooldown(cooling: Run) -> dict[str, bytes]:
-        host = CooldownHost(cooling.store, "run", url, cooldown_s=60, seed=1, clock=cooling.clock)
-        await host.open(7)
-        server.tell("die")
-        leading = asyncio.create_task(host.cooldown(7, 30, ["a"]))
-        taking = asyncio.create_task(cooling.client("a", save=save).cooldown(7))
-        assert await asyncio.to_thread(server.wait) == 9
-        with serving():
-            assert (await taking).part is Part.WON
-            record = await leading
-            assert record.outcome is Outcome.CHECKPOINTED
-            with open_destination(url) as place:
-                files = restore(record, place, path / "restored").files
-        return {name: file.read_bytes() for name, file in files.items()}
-
-    with SQLiteStore(path / "store.sqlite3") as store:
-        return asyncio.run(cooldown(Run(path, store)))

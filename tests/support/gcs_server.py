@@ -1,9 +1,9 @@
 """A stand-in of what gcsfs speaks with Google Cloud Storage: objects, resumable uploads, lists, batches.
 
-``python -m gcs_server PORT``: prints its URL and serves until its standard input ends. One bucket, "checkpoints", in
-memory. The line "throttle N" answers the next N pieces of an upload "503"; "die" ends the process in the middle of the
-next one; "said" prints how many were throttled and how many bytes were read back. After "locked" a request without the
-token that /token gives is refused.
+It has the port of its argument, prints its URL and serves until its standard input ends. One bucket, "checkpoints", in
+memory. The line "throttle N" answers the next N pieces of an upload "503"; "throttled" prints how many were; "die" ends
+the process in the middle of the next one; "begun" prints how many uploads are not complete. After "locked" a request
+without the token that /token gives is refused.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 OBJECTS: dict[str, bytes] = {}
 UPLOADS: dict[str, tuple[str, bytearray]] = {}  # begun ones: name, bytes so far
 LOCK = threading.RLock()
-STATE = {"throttle": 0, "throttled": 0, "die": 0, "read": 0, "locked": 0}
+STATE = {"throttle": 0, "throttled": 0, "die": 0, "locked": 0}
 TOKEN = "of-the-run"
 
 
@@ -79,7 +79,6 @@ class Handler(BaseHTTPRequestHandler):
 
     def content(self, name: str) -> None:
         data = OBJECTS[name]
-        STATE["read"] += len(data)
         if found := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
             first, last = int(found[1]), min(int(found[2] or len(data) - 1), len(data) - 1)
             if first >= len(data):
@@ -166,16 +165,14 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def main() -> None:
-    server = ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1]) if len(sys.argv) > 1 else 0), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     print(f"http://127.0.0.1:{server.server_port}", flush=True)
     for line in sys.stdin:
         match line.split():
-            case [what] if what == "said":
-                print(STATE["throttled"], STATE["read"], len(UPLOADS), flush=True)
+            case ["throttled"]:
+                print(STATE["throttled"], flush=True)
+            case ["begun"]:
+                print(len(UPLOADS), flush=True)
             case [what, *number]:
                 STATE[what] = int(number[0]) if number else 1
-
-
-if __name__ == "__main__":
-    main()

@@ -1,8 +1,8 @@
 """A stand-in of what Hugging Face's packages speak over HTTP: branches, commits, large files, reading.
 
-``python -m hub_server``: prints its URL and serves until its standard input ends. One repository, user/model.
+It has the port of its argument, prints its URL and serves until its standard input ends. One repository, user/model.
 The line "conflict N" answers the next N commits "412 Precondition Failed", "die" ends the process in the middle of the
-next large file; "branches" and "sent" print what it has.
+next large file; "branches" prints them with their files, "begun" how many are those of uploads.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ class State:
         self.branches: dict[str, dict[str, bytes]] = {"main": dict(README)}
         self.heads = {"main": 1}
         self.objects: dict[str, bytes] = {}  # large files, by SHA-256
-        self.sent = 0  # bytes of large files that came
         self.conflicts = 0
         self.dies = False
 
@@ -199,7 +198,6 @@ class Handler(BaseHTTPRequestHandler):
             if hashlib.sha256(data).hexdigest() != oid:
                 return self.say(400, {"error": "checksum mismatch"})
             STATE.objects[oid] = data
-            STATE.sent += len(data)
         return self.say(200)
 
     def do_DELETE(self) -> None:
@@ -211,7 +209,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def main() -> None:
-    server = ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1]) if len(sys.argv) > 1 else 0), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     print(f"http://127.0.0.1:{server.server_port}", flush=True)
     for line in sys.stdin:
@@ -222,9 +220,5 @@ def main() -> None:
                 STATE.dies = True
             case ["branches"]:
                 print(json.dumps({name: sorted(files) for name, files in STATE.branches.items()}), flush=True)
-            case ["sent"]:
-                print(STATE.sent, flush=True)
-
-
-if __name__ == "__main__":
-    main()
+            case ["begun"]:
+                print(sum(name.startswith("upload/") for name in STATE.branches), flush=True)

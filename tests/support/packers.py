@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -13,7 +12,7 @@ from transport.packer.mixin import FetchedBatch, UCXXDataPackerMixin
 from transport.packer.rollout import UCXXRolloutMixin
 from transport.schema import Schema, UpTo
 from transport.settings import DEFAULTS
-from transport.ticket import Ticket, host_identity
+from transport.ticket import Ticket
 
 SCHEMA = Schema.of(obs=("float32", UpTo(64), 4), step=("int64",))
 FAST = msgspec.structs.replace(DEFAULTS, backoff_first_s=1e-4, backoff_most_s=1e-3)
@@ -38,16 +37,3 @@ def collected(packer: UCXXDataPackerMixin, tickets: Sequence[Ticket]) -> Fetched
     batch = packer.collect_prefetch(timeout=PATIENCE_S)
     assert batch is not None
     return batch
-
-
-def ticket_of(slot: int) -> Ticket:
-    return Ticket(
-        ring="ab" * 16, host=host_identity(), addresses=("127.0.0.1",), ports=(1,), slot=slot, generation=1, key=1,
-        size=8, created=0.0,
-    )  # fmt: skip
-
-
-def replace_client(packer: Packer, client: Any) -> None:
-    assert packer._ucxx is not None
-    packer._ucxx.thread.run(packer._ucxx.client.close())
-    packer._ucxx.client = client

@@ -1,4 +1,4 @@
-"""cosmos-rl's own registry, packer, context and worker over our rings. Skips where cosmos-rl is not installed."""
+"""cosmos-rl's own registry, packer, context and worker over our rings, by `register` and by `replace_ucxx`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from full_ring import closed_while_it_publishes
 from helpers import eventually, free
 
 if importlib.util.find_spec("cosmos_rl") is None or importlib.util.find_spec("torch") is None:
@@ -19,14 +18,22 @@ if importlib.util.find_spec("cosmos_rl") is None or importlib.util.find_spec("to
 with warnings.catch_warnings():  # of what cosmos-rl imports
     warnings.simplefilter("ignore")
     import torch
-    from cosmos_rl.comm.base import CommMixin
-    from cosmos_rl.dispatcher.data.packer.tensor_data_packer import TensorDataPacker
-    from cosmos_rl.utils.payload_transport import (
+    from cosmos_rl.utils.trajectory import TensorSpec, build_trajectory_schema
+    from cosmos_rl_parts import (
+        ROLLOUT,
+        SHAPE,
+        Packer,
         PayloadContext,
         PayloadTransportRegistry,
-        PrefetchDataPackerMixin,
+        Worker,
+        closed_while_it_publishes,
+        created,
+        fetched,
+        put_back,
+        ring,
+        rollout,
+        trajectory,
     )
-    from cosmos_rl.utils.trajectory import TensorSpec, build_trajectory_schema
 
 from transport.adapters import cosmos_rl
 from transport.errors import RingFullError, UsageError
@@ -34,80 +41,46 @@ from transport.ticket import Ticket
 
 pytestmark = pytest.mark.ucx
 
-SPECS = [
-    *build_trajectory_schema({"max_steps": 32, "obs_dim": 4, "action_dim": 2}),
-    TensorSpec((3,), np.float32, "goal"),
-]
+SPECS = [*build_trajectory_schema(SHAPE), TensorSpec((3,), np.float32, "goal")]
 
 
-class Packer(PrefetchDataPackerMixin, TensorDataPacker):
-    """As a user of cosmos-rl writes it."""
-
-
-class Worker(CommMixin):
-    """The part of a policy worker that attaches transports; the rest wants a controller."""
-
-    role = "policy"
-
-    def __init__(self, **parallelism: int) -> None:
-        self.config = SimpleNamespace(
-            custom={"payload_transfer": cosmos_rl.NAME},
-            policy=SimpleNamespace(parallelism=SimpleNamespace(**parallelism)),
-            redis="",
-        )
-        self.data_packer = Packer()
-        self.device = torch.device("cpu")
-
-    def _build_redis_endpoint(self) -> None:
-        return None
-
-
-@pytest.fixture(params=["mapped", "tcp"])
+@pytest.fixture(params=["mapped", "tcp", "replaced"])
 def transport(request: pytest.FixtureRequest) -> Iterator[Any]:
-    transport = cosmos_rl.register(SPECS, wire={request.param})
-    yield transport
-    transport.discarding.close()
-    PayloadTransportRegistry._registry.pop(cosmos_rl.NAME)
+    """Ours, registered under its own name with that wire, or in the place of cosmos-rl's."""
+    with put_back():
+        if request.param == "replaced":
+            transport = cosmos_rl.replace_ucxx(rollout=ROLLOUT, timeout_s=0.0)
+        else:
+            transport = cosmos_rl.register(SPECS, wire={request.param})
+        yield transport
+        transport.discarding.close()
+        PayloadTransportRegistry._registry.pop(transport.name)
+
+
+def context_of(transport: Any, slots: int, timeout_s: float | None = 0.0) -> PayloadContext:
+    if transport.name == cosmos_rl.NAME:
+        return cosmos_rl.payload_context(SPECS, slots=slots, mode="thread", timeout_s=timeout_s)
+    return created(slots, schema=SPECS)
 
 
 @pytest.fixture
 def context(transport: Any) -> Iterator[PayloadContext]:
-    context = cosmos_rl.payload_context(SPECS, slots=8, mode="thread", timeout_s=0.0)
+    context = context_of(transport, 8)
     yield context
     context.close(timeout=0.0)
 
 
 @pytest.fixture
-def packer(transport: Any) -> Iterator[Packer]:
-    worker = Worker()
+def worker(transport: Any) -> Iterator[Worker]:
+    worker = Worker(transport.name)
     worker._attach_payload_transport()
-    yield worker.data_packer
+    yield worker
     worker.close_payload_transports()
 
 
-def trajectory(length: int) -> dict[str, Any]:
-    return {
-        "observations": torch.full((length, 4), float(length)),
-        "actions": torch.arange(length * 2, dtype=torch.float32).reshape(length, 2),
-        "rewards": torch.arange(length, dtype=torch.float64),  # is narrowed, as cosmos-rl does
-        "goal": np.ones(3, np.float32),
-    }
-
-
-def rollout(context: PayloadContext, length: int) -> Any:
-    reference = context.publish_tensors(trajectory(length))
-    assert reference is not None
-    return SimpleNamespace(completion=reference.to_dict())
-
-
-def fetched(packer: Packer, rollouts: list[Any]) -> list[Any]:
-    packer.start_prefetch(rollouts)
-    packer.wait_prefetch()
-    return [packer.get_policy_input(rollout_output=each.completion) for each in rollouts]
-
-
-def ring(context: PayloadContext) -> Any:
-    return context._producer.ring
+@pytest.fixture
+def packer(worker: Worker) -> Packer:
+    return worker.data_packer
 
 
 def test_what_a_rollout_publishes_its_policy_trains_on(context: PayloadContext, packer: Packer) -> None:
@@ -143,9 +116,7 @@ def test_a_payload_is_consumed_when_its_batch_is_released(context: PayloadContex
     assert ring(context).statistics().consumes == 2
 
 
-def test_a_batch_that_nobody_took_stays_in_the_ring(context: PayloadContext, transport: Any) -> None:
-    worker = Worker()
-    worker._attach_payload_transport()
+def test_a_batch_that_nobody_took_stays_in_the_ring(context: PayloadContext, worker: Worker) -> None:
     rollouts = [rollout(context, length) for length in (2, 3)]
     worker.data_packer.start_prefetch(rollouts)
     eventually(lambda: worker.data_packer._prefetch_result_queue.qsize() == 1, "the batch is there")
@@ -184,9 +155,10 @@ def test_a_batch_may_be_fetched_beside_the_one_in_use(context: PayloadContext, p
     eventually(lambda: free(ring(context)), "so is the second")
 
 
+@pytest.mark.parametrize("transport", ["mapped"], indirect=True)
 def test_a_payload_of_an_unknown_schema_is_skipped_and_stays(context: PayloadContext) -> None:
     cosmos_rl.register()
-    worker = Worker()
+    worker = Worker(cosmos_rl.NAME)
     worker._attach_payload_transport()
     assert fetched(worker.data_packer, [rollout(context, 2)]) == [None]
     worker.close_payload_transports()
@@ -249,7 +221,7 @@ def test_each_rank_of_a_model_parallel_group_reads_the_payload() -> None:
     ranks = iter((0, 1))
     cosmos_rl.register(SPECS, rank=lambda: next(ranks))
     with cosmos_rl.payload_context(SPECS, slots=4, readers=2, mode="thread") as context:
-        workers = [Worker(tp_size=2), Worker(tp_size=2)]
+        workers = [Worker(cosmos_rl.NAME, tp_size=2), Worker(cosmos_rl.NAME, tp_size=2)]
         try:
             published = rollout(context, 3)
             for worker in workers:
@@ -265,19 +237,14 @@ def test_each_rank_of_a_model_parallel_group_reads_the_payload() -> None:
             PayloadTransportRegistry._registry.pop(cosmos_rl.NAME)
 
 
+@pytest.mark.parametrize("transport", ["mapped"], indirect=True)
 def test_a_model_parallel_policy_without_ranks_is_refused(transport: Any) -> None:
-    worker = Worker(tp_size=2, pp_size=2)
+    worker = Worker(transport.name, tp_size=2, pp_size=2)
     with pytest.raises(UsageError, match="4 ranks of a model-parallel group"):
         worker._attach_payload_transport()
 
 
 def test_a_rollout_engine_is_closed_while_it_publishes_into_a_full_ring(transport: Any) -> None:
-    context = cosmos_rl.payload_context(SPECS, slots=2, mode="thread")
-    closed_while_it_publishes(transport, context, lambda: context.publish_tensors(trajectory(1)))
-
-
-def test_a_context_is_closed_with_its_rollout_engine(transport: Any) -> None:
-    engine = SimpleNamespace(payload_context=cosmos_rl.payload_context(SPECS, slots=2, mode="thread"))
-    transport.close_producer(engine, timeout=0.0)
-    with pytest.raises(RuntimeError, match="closed"):
-        engine.payload_context.publish_tensors(trajectory(1))
+    if transport.name != cosmos_rl.NAME:
+        transport = cosmos_rl.replace_ucxx(rollout=ROLLOUT, timeout_s=None)
+    closed_while_it_publishes(transport, context_of(transport, 2, None))
