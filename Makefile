@@ -229,10 +229,11 @@ gpu-wheels: ## what make gpu needs where nothing can be fetched, into build/whee
 	  --dest build/wheels $(GPU_WHEELS)
 	@du -sh build/wheels
 
-lint: $(VENV)/installed ## ruff, mypy, how docstrings begin, and names that two classes have
+lint: $(VENV)/installed ## ruff, mypy, docstrings, names of classes, imports of rooms, and what the pages name
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/python tests/support/words.py
+	@for each in words rooms page_names; do $(BIN)/python tests/support/$$each.py || exit 1; done
+	@$(BIN)/python benchmarks/pool_reuse.py --quoted
 	@$(WAITING) mypy 30 $(BIN)/mypy
 	@MYPYPATH=.:tests/support:benchmarks/cluster:benchmarks/harness $(WAITING) "mypy benchmarks" 10 $(BIN)/mypy $(wildcard benchmarks/*.py)
 	@MYPYPATH=. $(WAITING) "mypy benchmarks/job" 10 $(BIN)/mypy --explicit-package-bases -p benchmarks.job -m benchmarks.peers.loopback -m benchmarks.peers.plot
@@ -340,7 +341,7 @@ teardown: $(VENV)/installed ## stopped with reads in flight: 1000 times in a pro
 
 .PHONY: house
 house: $(VENV)/installed ## docs/house.svg, the rooms and what they import, from the code
-	@$(BIN)/python tests/support/rooms.py
+	@$(BIN)/python tests/support/rooms.py picture
 
 docs: $(VENV)/installed ## run the code blocks of the documentation
 	@$(BIN)/python -m pytest tests/docs/test_docs.py

@@ -5,7 +5,7 @@
   that is not installed. Every file in examples/ runs as a program.
 * Tables that repeat code (settings, wires) equal it.
 
-test_names.py looks whether what the pages name exists. ``python tests/docs/test_docs.py`` writes the table of
+``make lint`` looks whether what the pages name exists. ``python tests/docs/test_docs.py`` writes the table of
 settings anew.
 """
 
@@ -16,14 +16,13 @@ import importlib.util
 import re
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 
 import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))  # pytest has it on its path, a program has not
 
-from doc_pages import PAGES, ROOT, page_parameters
+from doc_pages import PAGES, ROOT
 
 from transport import config, wires
 
@@ -75,32 +74,6 @@ def test_an_example_runs(example: Path, tmp_path: Path, request: pytest.FixtureR
     )
     assert done.returncode == 0, done.stderr
     assert not list(tmp_path.iterdir())
-
-
-# --- the pages ----------------------------------------------------------------------------------------
-@page_parameters
-def test_a_page_is_reached_from_the_readme(page: Path) -> None:
-    assert page.resolve() in reached(), "no page that README.md leads to links to it"
-
-
-@cache
-def reached() -> set[Path]:
-    """Pages that links lead to, from README.md on."""
-    found, new = {ROOT / "README.md"}, [ROOT / "README.md"]
-    while new:
-        page = new.pop()
-        for target in re.findall(r"\]\(([^)\s#]+\.md)", page.read_text(encoding="utf-8")):
-            linked = (page.parent / target).resolve()
-            if linked.exists() and linked not in found:
-                found.add(linked)
-                new.append(linked)
-    return found
-
-
-def test_every_page_is_in_the_navigation_of_the_site() -> None:
-    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
-    pages = [page.relative_to(ROOT / "docs").as_posix() for page in PAGES if page.is_relative_to(ROOT / "docs")]
-    assert [page for page in pages if not re.search(rf": {re.escape(page)}$", navigation, re.MULTILINE)] == []
 
 
 # --- numbers that the code has ------------------------------------------------------------------------

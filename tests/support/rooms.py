@@ -1,13 +1,21 @@
-"""The package's rooms and imports, read from the code, and docs/house.svg drawn from them.
+"""The package's rooms and imports, read from the code: their lint, and docs/house.svg drawn from them.
 
-python tests/support/rooms.py      writes the picture (make house)
+Folders are rooms, listed by docs/developers/DESIGN.md in the order of imports: a room imports only rooms above it. The
+front doors (``__init__`` and ``__main__`` of the package, and the ``__init__`` of a room) are not counted: they name
+what is behind them and import it on first use. Imports under TYPE_CHECKING count as all others.
+
+python tests/support/rooms.py            says what breaks this (make lint)
+python tests/support/rooms.py picture    writes the picture (make house)
 """
 
 from __future__ import annotations
 
 import ast
 import re
+import sys
+from collections.abc import Iterator
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from html import escape
 from pathlib import Path
 
@@ -67,6 +75,22 @@ def imported_rooms() -> dict[str, set[str]]:
     return rooms
 
 
+def problems() -> Iterator[str]:
+    """Yield what the page and the imports do not agree on."""
+    order = listed_rooms()
+    if strangers := {room(module) for module in FILES}.symmetric_difference(order):
+        yield f"a folder without a line of the page, or a line without a folder: {', '.join(sorted(strangers))}"
+    for name, targets in imported_rooms().items():
+        for target in targets:
+            if order.index(target) > order.index(name):
+                yield f"{name} imports {target}, which stands below it"
+    graph = {module: {each for each in imports(module) if each in FILES} for module in inner_files()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        yield f"files import each other: {' → '.join(error.args[1])}"
+
+
 def reduced(graph: dict[str, set[str]]) -> dict[str, set[str]]:
     """The same without what follows from the rest: a → c where there is a → b → c."""
 
@@ -110,5 +134,15 @@ def picture() -> str:
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 
+def main() -> int:
+    """Write the picture, or print all problems; return the exit status."""
+    if sys.argv[1:] == ["picture"]:
+        PICTURE.write_text(picture(), encoding="utf-8")
+        return 0
+    found = list(problems())
+    print(*found, sep="\n", end="\n" if found else "")
+    return 1 if found else 0
+
+
 if __name__ == "__main__":
-    PICTURE.write_text(picture(), encoding="utf-8")
+    sys.exit(main())

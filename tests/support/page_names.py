@@ -1,17 +1,59 @@
-"""Names, commands and links that stand in the documentation exist."""
+"""Lint of pages: names, commands and links in them exist, and README.md and the site lead to each (make lint)."""
 
 from __future__ import annotations
 
+import ast
 import builtins
 import re
+import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from doc_pages import ROOT, classes, page_parameters, sources
+from doc_pages import PAGES, ROOT
 
 from transport import config, wires
 
 FOLDERS = ("transport", "native", "tests", "docs", "examples", "benchmarks", ".ci")
+OWN = ("test_docs.py", "page_names.py")  # whose words are not the code's
+
+
+@cache
+def sources(*folders: str) -> str:
+    """All source text, in which an identifier must occur to exist."""
+    files = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.*"))]
+    text = "\n".join(
+        path.read_text(encoding="utf-8")
+        for path in files
+        if path.suffix in {".py", ".pyi", ".hpp", ".cpp", ".pml"} and path.name not in OWN
+    )
+    return text + (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+
+
+@cache
+def classes() -> dict[str, tuple[set[str], list[str]]]:
+    """Every class of the package: what it has, and the names of its bases; classes of one name are taken together."""
+    found: dict[str, tuple[set[str], list[str]]] = {}
+    for path in [*(ROOT / "transport").rglob("*.py"), *(ROOT / "transport").rglob("*.pyi")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                members = {
+                    name
+                    for each in ast.walk(node)
+                    for name in (
+                        [each.name]
+                        if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)
+                        else [each.id]
+                        if isinstance(each, ast.Name)
+                        else [each.attr]
+                        if isinstance(each, ast.Attribute)
+                        else []
+                    )
+                }
+                known, bases = found.setdefault(node.name, (set(), []))
+                known |= members
+                bases += [base.id for base in node.bases if isinstance(base, ast.Name)]
+    return found
 
 
 def without_code(text: str) -> str:
@@ -96,36 +138,70 @@ def make_targets() -> frozenset[str]:
     return frozenset(re.findall(r"^([a-z][a-z0-9-]*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
 
 
-@page_parameters
-def test_what_stands_in_backticks_exists(page: Path) -> None:
-    problems = {word: problem for word in in_backticks(page) if (problem := problem_with(word, page))}
-    assert not problems
-
-
-@page_parameters
-def test_commands_in_console_blocks_exist(page: Path) -> None:
-    blocks = re.findall(r"^```console\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    for line in "".join(blocks).splitlines():
-        words = line.removeprefix("$ ").split("#")[0].split()
-        if words[:1] == ["make"] and len(words) > 1:
-            assert words[1] in make_targets(), line
-        for word in words:
-            if word.startswith(tuple(f"{folder}/" for folder in FOLDERS)):
-                assert (ROOT / word.split("::")[0]).exists(), line
-
-
 def slugs(page: Path) -> set[str]:
     """Anchors of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", without_code(page.read_text(encoding="utf-8")), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
-@page_parameters
-def test_links_resolve(page: Path) -> None:
+def wrong_words(page: Path) -> Iterator[str]:
+    """What stands in backticks and does not exist."""
+    for word in in_backticks(page):
+        if problem := problem_with(word, page):
+            yield f"`{word}`: {problem}"
+
+
+def wrong_commands(page: Path) -> Iterator[str]:
+    """Lines of console blocks whose target or file does not exist."""
+    blocks = re.findall(r"^```console\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    for line in "".join(blocks).splitlines():
+        words = line.removeprefix("$ ").split("#")[0].split()
+        targets = words[1:2] if words[:1] == ["make"] else []
+        files = [word.split("::")[0] for word in words if word.startswith(tuple(f"{folder}/" for folder in FOLDERS))]
+        if not make_targets().issuperset(targets) or not all((ROOT / file).exists() for file in files):
+            yield f"{line}: no such target or file"
+
+
+def wrong_links(page: Path) -> Iterator[str]:
+    """Links to what is not there."""
     for target in re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text(encoding="utf-8"))):
-        if re.match(r"https?://", target):
-            continue
         file, _, anchor = target.partition("#")
         linked = (page.parent / file).resolve() if file else page
-        assert linked.exists(), target
-        assert not anchor or anchor in slugs(linked), target
+        if not re.match(r"https?://", target) and not (linked.exists() and (not anchor or anchor in slugs(linked))):
+            yield f"{target}: leads nowhere"
+
+
+@cache
+def reached() -> set[Path]:
+    """Pages that links lead to, from README.md on."""
+    found, new = {ROOT / "README.md"}, [ROOT / "README.md"]
+    while new:
+        page = new.pop()
+        for target in re.findall(r"\]\(([^)\s#]+\.md)", page.read_text(encoding="utf-8")):
+            linked = (page.parent / target).resolve()
+            if linked.exists() and linked not in found:
+                found.add(linked)
+                new.append(linked)
+    return found
+
+
+def unreached(page: Path) -> Iterator[str]:
+    """Say that nothing leads to the page, where it is so."""
+    if page.resolve() not in reached():
+        yield "no page that README.md leads to links to it"
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
+    docs = ROOT / "docs"
+    if page.is_relative_to(docs) and f": {page.relative_to(docs).as_posix()}\n" not in f"{navigation}\n":
+        yield "it is not in the navigation of mkdocs.yml"
+
+
+def main() -> int:
+    """Print what is wrong with the pages; return the exit status."""
+    checks = (wrong_words, wrong_commands, wrong_links, unreached)
+    found = [f"{page.relative_to(ROOT)}: {each}" for page in PAGES for check in checks for each in check(page)]
+    print(*found, sep="\n", end="\n" if found else "")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
