@@ -108,6 +108,7 @@ def main() -> None:
     in_hand: deque[Held] = deque()
     taken = trained = 0
     while True:
+        unsure = training.ask_again()
         batch = training.trainer.take(part.batch, 0.0 if in_hand else 0.3)
         taken += batch is not None
         if batch is not None and taken % _DROP_EVERY == 0:
@@ -120,7 +121,7 @@ def main() -> None:
                 in_hand.popleft().batch.give_back()
             else:
                 training.train(in_hand.popleft())
-        elif batch is None and not training.ask_again() and select.select([sys.stdin], [], [], 0)[0]:
+        elif batch is None and not unsure and select.select([sys.stdin], [], [], 0)[0]:
             break
     training.close()
 
