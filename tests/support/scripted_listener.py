@@ -11,10 +11,10 @@ from typing import Any, Self
 
 import frame_codec
 from frame_codec import Answer
+from helpers import settings_with
 from loopback import EVERYWHERE, IPV6, LOOPBACK
 
 from transport.client.connections.connection import Link, Want
-from transport.settings import Settings
 from transport.ticket import Ticket
 from transport.wire import frames
 from transport.wire.frames import Hello, Kind, Record, Welcome
@@ -131,7 +131,7 @@ class ScriptedListener:
             "ring": RING,
             "tag_base": next(self._bases),
             "secret": None,
-            "settings": Settings(),
+            "settings": settings_with(),
             **options,
         }
         return asyncio.ensure_future(Link.open(self.worker, LOOPBACK, self.port, **arguments))

@@ -10,12 +10,11 @@ from unittest.mock import patch
 
 import frame_codec
 from frame_codec import Answer
-from helpers import until
+from helpers import settings_with, until
 from loopback import EVERYWHERE, IPV6, LOOPBACK
 
 from transport.ring.buffer import SharedRingBuffer
 from transport.server.listener import Connection, Listener
-from transport.settings import Settings
 from transport.ticket import Ticket
 from transport.wire import frames
 from transport.wire.frames import Hello, Kind, Record, Welcome
@@ -73,7 +72,11 @@ class Stage:
         self, ring: SharedRingBuffer, *, secret: bytes | None = None, rendezvous: int = RENDEZVOUS, **settings: Any
     ) -> None:
         self.listener = Listener(
-            ring, secret=secret, settings=Settings(**{"inline_limit": INLINE, **settings}), wires=TCP, bind=EVERYWHERE
+            ring,
+            secret=secret,
+            settings=settings_with(**{"inline_limit": INLINE, **settings}),
+            wires=TCP,
+            bind=EVERYWHERE,
         )
         self._rendezvous = str(rendezvous)
         self.port = 0
