@@ -196,11 +196,7 @@ class RingTrainer(TrainerProcess):
 
     def _drawn(self) -> End:
         [verdict] = self.world.rng.choices(_ENDS, _OFTEN)
-        return (
-            CONSUME
-            if verdict is Verdict.CONSUMED
-            else End(verdict, "not wanted", self.name, self.world.rng.uniform(0.0, 5.0))
-        )
+        return CONSUME if verdict is Verdict.CONSUMED else End(verdict, "not wanted", self.name)
 
     async def _asked(self, claims: Sequence[Held], end: End) -> bool:
         """One call; False: it was interrupted."""
@@ -208,7 +204,7 @@ class RingTrainer(TrainerProcess):
         for claim in claims:
             if claim.verdict in _RUNNING:
                 groups.setdefault(claim.claims, []).append(claim.position)
-        asking = asyncio.get_running_loop().create_task(_end_all(groups, end), context=self.context)
+        asking = asyncio.get_running_loop().create_task(self._end_all(groups, end), context=self.context)
         if self.world.rng.random() < _INTERRUPTED:
             await asyncio.wait((asking,), timeout=self.world.rng.expovariate(1 / 0.003))
             asking.cancel()
@@ -217,6 +213,16 @@ class RingTrainer(TrainerProcess):
             return False
         await asking
         return True
+
+    async def _end_all(self, groups: Mapping[ClaimedRows, list[int]], end: End) -> None:
+        for claims, positions in groups.items():
+            if end.verdict is Verdict.GIVEN_BACK:
+                claims.return_soon(np.asarray(positions, np.intp), self.world.rng.uniform(0.0, 5.0), in_vain=True)
+            else:
+                claims.end(np.asarray(positions, np.intp), end)
+        for claims, positions in groups.items():
+            while not claims.answered(np.asarray(positions, np.intp)):  # noqa: ASYNC110  # in simulated time
+                await asyncio.sleep(_LOOK_S)
 
     # --- what must hold ---------------------------------------------------------------------------------
     def _check(self, claim: Held, end: End, begun: float) -> None:
@@ -269,14 +275,6 @@ class RingTrainer(TrainerProcess):
                     if claim.verdict not in _RUNNING:
                         self.world.accounts.note(f"late {shown(_payload(claim))}")
                         self._check(claim, CONSUME, begun)
-
-
-async def _end_all(groups: Mapping[ClaimedRows, list[int]], end: End) -> None:
-    for claims, positions in groups.items():
-        claims.end(np.asarray(positions, np.intp), end)
-    for claims, positions in groups.items():
-        while not claims.answered(np.asarray(positions, np.intp)):  # noqa: ASYNC110  # in simulated time
-            await asyncio.sleep(_LOOK_S)
 
 
 def _payload(claim: Held) -> tuple[str, int, int]:

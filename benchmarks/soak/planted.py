@@ -57,10 +57,10 @@ def finishes_are_lost(module: ModuleType) -> None:
     original = connection._message
     turns = itertools.count()
 
-    def message(self: Any, ending: Any, *arguments: Any) -> None:
-        if ending.verdict is module.Verdict.CONSUMED and next(turns) % _LOSE_EVERY == 1:
+    def message(self: Any, ending: Any) -> None:
+        if ending[2].verdict is module.Verdict.CONSUMED and next(turns) % _LOSE_EVERY == 1:
             self.link.abort()
-        original(self, ending, *arguments)
+        original(self, ending)
 
     connection._message = message
 
@@ -71,9 +71,9 @@ def answers_are_lost(module: ModuleType) -> None:
     original = connection._answered
     turns = itertools.count()
 
-    def answered(self: Any, ending: Any, places: Any, count: int, outcome: Any) -> None:
+    def answered(self: Any, ending: Any, outcome: Any) -> None:
         lost = next(turns) % _LOSE_EVERY == 1
-        original(self, ending, places, count, None if lost else outcome)
+        original(self, ending, None if lost else outcome)
 
     connection._answered = answered
 
@@ -93,31 +93,19 @@ def outcomes_are(accepted: bool) -> Change:
 def dead_connections_hold(module: ModuleType) -> None:
     """What came through a connection that is dead by now is consumed, whatever the ring has answered."""
     finishes_are_lost(module)
-    connection: Any = module.ClaimConnection
-    original = connection.end
+    claims: Any = module.ClaimedRows
+    original = claims.answer
 
-    def end(self: Any, *arguments: Any) -> Any:
-        async def held() -> Any:
-            codes = await original(self, *arguments)
-            return [module.ACCEPTED] * len(codes) if self.lost else codes
+    def answer(self: Any, positions: Any, codes: Any, *arguments: Any) -> None:
+        original(self, positions, [module.ACCEPTED] * len(codes) if self.connection.lost else codes, *arguments)
 
-        return self.loop.create_task(held())
-
-    connection.end = end
+    claims.answer = answer
 
 
 def nothing_is_given_back(module: ModuleType) -> None:
-    connection: Any = module.ClaimConnection
-    original = connection.end
+    def return_soon(*_: Any) -> None: ...
 
-    def end(self: Any, rows: Any, how: Any, again: bool) -> Any:
-        if how.verdict is not module.Verdict.GIVEN_BACK:
-            return original(self, rows, how, again)
-        answered = self.loop.create_future()
-        answered.set_result([module.ACCEPTED] * len(rows))
-        return answered
-
-    connection.end = end
+    module.ClaimConnection.return_soon = return_soon
 
 
 def nothing_is_given_back_here(module: ModuleType) -> None:

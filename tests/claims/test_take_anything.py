@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import random
 import struct
+from collections.abc import Callable
 
 import msgspec
 import numpy as np
@@ -18,7 +19,7 @@ from scripted_peer import LARGE, Peer, Stage
 from takes import consume, contents, seen
 
 from transport import Schema, SharedRingBuffer, UpTo
-from transport.claims.batch import CONSUME, TAKEN, End, Verdict
+from transport.claims.batch import TAKEN, Verdict
 from transport.claims.connection import ClaimConnection, ClaimConnections
 from transport.claims.outcomes import Outcomes
 from transport.claims.taken_part import TakenPart
@@ -153,12 +154,12 @@ async def two_taken(connection: ClaimConnection, side: Side) -> TakenPart:
 @pytest.mark.parametrize("codes", [1, 3], ids=["fewer", "more"])
 @pytest.mark.parametrize(
     ("end", "verdict"),
-    [(CONSUME, Verdict.IN_QUESTION), (End(Verdict.GIVEN_BACK), Verdict.GIVEN_BACK)],
+    [(TakenPart.finish, Verdict.IN_QUESTION), (TakenPart.release, Verdict.GIVEN_BACK)],
     ids=["FINISH", "GIVE_BACK"],
 )
 @asynchronous
 async def test_an_answer_with_more_or_fewer_codes_than_claims_were_ended_ends_the_connection(
-    end: End, verdict: Verdict, codes: int, monkeypatch: pytest.MonkeyPatch
+    end: Callable[[TakenPart], None], verdict: Verdict, codes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Outcomes, "patience_s", 0.0)
     async with OnlyPort() as listener:
@@ -166,12 +167,11 @@ async def test_an_answer_with_more_or_fewer_codes_than_claims_were_ended_ends_th
         connections = ClaimConnections(listener, DEFAULTS, BufferPool(), {})  # type: ignore[arg-type]
         connection = ClaimConnection(link, connections)
         batch = await two_taken(connection, side)
-        batch.claims.end(batch.positions, end)
+        end(batch)
         number, records = await side.asked()
         assert len(records) == 2
         await side.status(number, *(Answer(0, at) for at in range(codes)))
-        await until(lambda: batch.claims.answered(batch.positions), "the claims have ended")
-        assert connection.lost
+        await until(lambda: connection.lost and batch.claims.answered(batch.positions), "both have ended")
         assert batch.claims.verdicts[batch.positions].tolist() == [verdict] * 2
         connections.close()
 

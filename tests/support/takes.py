@@ -57,11 +57,6 @@ async def consume(batch: TakenPart, which: Sequence[int] | None = None) -> Verdi
     return await ended_so(batch, CONSUME, which)
 
 
-async def give_back(batch: TakenPart, which: Sequence[int] | None = None) -> Verdicts:
-    """Which of the claims were given up."""
-    return await ended_so(batch, End(Verdict.GIVEN_BACK), which)
-
-
 async def ended_so(batch: TakenPart, end: End, which: Sequence[int] | None = None) -> Verdicts:
     """Which of the claims have this end."""
     positions = batch.positions if which is None else batch.positions[list(which)]

@@ -1,7 +1,8 @@
 """The claims of the payloads that one TAKE brought, and what became of each.
 
-OPEN ──────► ASKED ──answered──► CONSUMED, GIVEN_BACK, DEAD, AGED, REFUSED
-AGAIN ────────┘ └──the ring is out of reach──► IN_QUESTION ──consumed again──► AGAIN
+OPEN ──────► ASKED ──answered──► CONSUMED, DEAD, AGED, REFUSED
+  │ AGAIN ────┘ └──the ring is out of reach──► IN_QUESTION ──consumed again──► AGAIN
+  └──return_soon──► GIVEN_BACK
 
 Verdicts belong to the loop: a caller tells the loop what to ask for, and an interrupt leaves a claim told or not told,
 never marked as asked without a question. Told twice, the loop asks once. A caller only withdraws a verdict that is
@@ -60,20 +61,18 @@ class End(msgspec.Struct, frozen=True):
     verdict: Verdict
     reason: str = ""
     consumer: str = ""
-    delay_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("reason", "consumer"):
             text = getattr(self, name).encode("utf-8", "replace").decode()
             msgspec.structs.force_setattr(self, name, text)
-        msgspec.structs.force_setattr(self, "delay_s", float(self.delay_s))
 
 
 CONSUME: Final = End(Verdict.CONSUMED)
 GIVE_BACK: Final = End(Verdict.GIVEN_BACK)
 # Plain numbers: numpy looks for attributes of its own in an enumeration, and before Python 3.12 each look at a member
 # is a call.
-_OPEN, _AGAIN, _ASKED, _IN_QUESTION, _CONSUMED, _REFUSED, _GIVEN_BACK = map(int, list(Verdict)[:7])
+_OPEN, _AGAIN, _ASKED, _IN_QUESTION, _CONSUMED, _REFUSED = map(int, list(Verdict)[:6])
 
 
 class ClaimHolder(Protocol):
@@ -127,7 +126,10 @@ class ClaimedRows:
         self._process = os.getpid()
 
     def end(self, positions: Positions, end: End) -> None:
-        """Have claims end so, without a wait. Asked to consume what is in question, the ring says what became of it."""
+        """Have the ring end claims so, without a wait; `return_soon` gives them back.
+
+        Asked to consume what is in question, the ring says what became of it.
+        """
         if end.verdict == _CONSUMED:
             now = self.verdicts[positions]
             if np.count_nonzero(now):
@@ -147,8 +149,8 @@ class ClaimedRows:
                 self.connection.end(self, which, end, again)
 
     def return_soon(self, positions: Positions, delay_s: float = 0.0, in_vain: bool = False) -> None:
-        """Give back what has no end, whatever the ring answers."""
-        self.soon(self._return, positions, delay_s, in_vain)
+        """Give back what has no end, whatever the ring answers. A delay that is no number is refused here."""
+        self.soon(self._return, positions, float(delay_s), in_vain)
 
     def _return(self, positions: Positions, delay_s: float, in_vain: bool) -> None:
         left = positions[self.verdicts[positions] == _OPEN]

@@ -2,8 +2,9 @@
 
     demand ──► the listener claims what is ready, or waits ──► one message with tickets and payloads ──► TakenPart
               └ payloads that are too large for the answer are read under their claims
-    end  ──► FINISH / END / GIVE_BACK, up to 63 claims a message ──► accepted or not, each
+    end  ──► FINISH, up to 63 claims a message, or END ──► accepted or not, each
               └ the connection broke before the answer: any port of the ring is asked (outcomes.py)
+    back ──► GIVE_BACK, up to 63 claims a message; nobody waits for the answer
 
 The claims live and die with the connection: it is not one of the pool's, which come and go. Everything belongs to the
 client's loop. What happens unasked:
@@ -78,7 +79,7 @@ from transport.wire.library import engine
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_Ending = tuple[ClaimedRows, Positions, End, int]  # asked for by one message; last how many the ring remembers
+_Ending = tuple[ClaimedRows, Positions, End]  # asked for by one message
 
 MOST_BYTES: Final = 8 << 20  # of payloads in one answer, unless the caller says otherwise
 _LONGEST_WAIT_S: Final = 3600.0
@@ -88,8 +89,7 @@ _SPENT: Final = frames.MESSAGE_NUMBERS // 2  # the others are for what is in han
 _REFUSED: Final = 1
 _WRITTEN: Final = frames.WRITTEN
 # Before Python 3.12 each look at a member of an enumeration is a call.
-_CONSUMED, _GIVEN_BACK, _FINISH, _GIVE_BACK = Verdict.CONSUMED, Verdict.GIVEN_BACK, Kind.FINISH, Kind.GIVE_BACK
-_MANY: Final = (Verdict.CONSUMED, Verdict.GIVEN_BACK)  # in one message
+_CONSUMED, _FINISH, _GIVE_BACK = Verdict.CONSUMED, Kind.FINISH, Kind.GIVE_BACK
 _ENDINGS: Final = {Verdict.DEAD: frames.DEAD, Verdict.AGED: frames.AGED}
 
 
@@ -351,27 +351,26 @@ class ClaimConnection:
         if again:
             self._client.task(self._end_elsewhere(claims, positions, end, again=True))
             return
-        size = frames.MAX_RECORDS if end.verdict in _MANY else 1  # with reason and consumer a message has one
+        size = frames.MAX_RECORDS if end.verdict == _CONSUMED else 1  # with reason and consumer a message has one
         for begin in range(0, len(positions), size):
-            some = positions[begin : begin + size]
-            self._unsent.append((claims, some, end, 0 if end.verdict == _GIVEN_BACK else len(some)))
+            self._unsent.append((claims, positions[begin : begin + size], end))
         self._send()
 
     def _send(self) -> None:
         while self._unsent:
-            claims, positions, end, remembered = ending = self._unsent[0]
+            claims, positions, end = ending = self._unsent[0]
             if not self.link.native.alive or self._closed:  # what was not asked has not happened
                 self._unsent.popleft()
                 claims.answer(positions, [_REFUSED] * len(positions), end)
-            elif self._unanswered + remembered > frames.MOST_UNANSWERED:
+            elif self._unanswered + len(positions) > frames.MOST_UNANSWERED:
                 return
             else:
                 self._unsent.popleft()
-                self._unanswered += remembered
+                self._unanswered += len(positions)
                 self._message(ending)
 
     def _message(self, ending: _Ending) -> None:
-        claims, positions, end, _ = ending
+        claims, positions, end = ending
         native, rows = self.link.native, claims.rows[positions]
         late = partial(self._late, self._answer_s, "the end of claims")
         limit_s = hurry.bounded(self._answer_s) if hurry.ends else self._answer_s
@@ -379,24 +378,19 @@ class ClaimConnection:
         waiter = self._client.questions.ask(partial(self._answered, ending), limit_s, late)
         if end.verdict == _CONSUMED:
             native.settle(waiter, rows, _FINISH)
-        elif end.verdict == _GIVEN_BACK:
-            native.settle(waiter, rows, _GIVE_BACK, _milliseconds(end.delay_s))
         else:
             native.end(waiter, rows, _ENDINGS[end.verdict], end.reason, end.consumer)
         if not self._worker.engine.armed:
             self._worker.kick()
 
     def _answered(self, ending: _Ending, outcome: Any) -> None:
-        claims, positions, end, remembered = ending
-        self._unanswered -= remembered
+        claims, positions, end = ending
+        self._unanswered -= len(positions)
         if isinstance(outcome, list):
             claims.answer(positions, outcome, end)
         else:  # none, or one that does not fit
             self.abort()
-            if remembered:
-                self._client.task(self._end_elsewhere(claims, positions, end))
-            else:  # back with the end of the connection, without the delay
-                claims.answer(positions, [ACCEPTED] * len(positions), end)
+            self._client.task(self._end_elsewhere(claims, positions, end))
         if self._unsent:
             self._send()
 
@@ -626,7 +620,8 @@ class _Answer(NamedTuple):
 
 
 def _milliseconds(delay_s: float) -> int:
-    return math.ceil(min(max(delay_s, 0.0), _LONGEST_DELAY_S) * 1000)
+    """Return a delay as a record has it. Below zero and NaN are none, as in `duration_ns` (native/common/clock.hpp)."""
+    return math.ceil(min(delay_s, _LONGEST_DELAY_S) * 1000) if delay_s > 0 else 0
 
 
 @contextlib.contextmanager
