@@ -14,7 +14,7 @@ namespace transport::ucp {
 
 static_assert(std::endian::native == std::endian::little, "frames are little-endian");
 
-inline constexpr std::uint8_t kVersion = 6;  // of the wire: both sides of a connection have the same
+inline constexpr std::uint8_t kVersion = 7;  // of the wire: both sides of a connection have the same
 inline constexpr std::uint32_t kMostRecords = 63;
 inline constexpr std::uint32_t kMessageNumbers = 1U << 24;
 
@@ -44,7 +44,7 @@ struct Header {
   std::uint64_t checksum;
   std::uint8_t version, kind;
   std::uint16_t count;
-  std::uint32_t number, joined_bytes, code;  // the last, of the answer to a TAKE
+  std::uint32_t number, joined_bytes, code;  // the last, of the answer to a TAKE: see below
 };
 static_assert(sizeof(Header) == 24);
 
@@ -77,7 +77,9 @@ static_assert(sizeof(Answer) == 32);
 //
 //    header | a Taken for each payload | their notes | zeros up to a multiple of 64 | payloads, each at a multiple of 64
 //
-// Payloads without kJoined are claimed, and asked for by READ. `joined_bytes` are those from the first multiple on.
+// Payloads without kJoined are claimed, and asked for by READ. `joined_bytes` are those from the first multiple on. The
+// header's `code` has, above its lowest 8 bits, how many messages of the client were done when the answer was found: what
+// the listener says of the client's claims is behind what these have asked for, and nothing else.
 // The fields of Taken are listed here and nowhere else: the struct follows from the list, and so does the dtype of
 // transport/claims/batch.py, through `_ring.TAKEN_FIELDS`.
 #define TRANSPORT_TAKEN_FIELDS(FIELD)                                              \
@@ -124,6 +126,12 @@ inline constexpr std::uint64_t kMostTakenBytes = std::uint64_t{1} << 30;
 inline constexpr std::uint16_t kMostTries = 2047;
 inline constexpr std::uint8_t kRanks = 16;
 inline constexpr std::size_t kTakenAlignment = 64;
+
+constexpr std::uint32_t found_code(std::uint32_t code, std::uint32_t messages_done) {
+  return messages_done << 8 | code;
+}
+constexpr std::uint32_t code_of(const Header& found) { return found.code & 0xff; }
+constexpr std::uint32_t messages_done(const Header& found) { return found.code >> 8; }
 
 constexpr std::uint64_t aligned_taken(std::uint64_t bytes) {
   return (bytes + kTakenAlignment - 1) / kTakenAlignment * kTakenAlignment;

@@ -306,6 +306,7 @@ class Connection : public Deferred {
   void sent(ucs_status_t status);
   void end(End how, const char* reason);
   void expect_no_more();
+  std::size_t claims() const;  // that have neither an end nor are on their way back
 
   std::shared_ptr<Service> service_;
   std::shared_ptr<Endpoint> endpoint_;
@@ -324,7 +325,7 @@ class Connection : public Deferred {
   std::size_t attempts_ = 0;
   std::size_t reads_ = 0;  // of the attempts
   std::size_t waiting_ = 0;
-  bool told_written_ = false;  // by the last answer to a demand
+  bool told_written_ = false;  // by the last answer to a demand, behind which no claim was given back
   int taker_ = -1;  // where its finishes are noted, once it has asked for payloads
   Attempt* first_ = nullptr;
   const std::uint64_t lease_ns_;  // as OwnerRow's: the client's own, 0: none

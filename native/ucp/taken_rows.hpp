@@ -38,7 +38,7 @@ inline const char* taken_fault(const std::byte* message, std::size_t length, std
     return "not a status message of this version";
   if (header.number != due) return "a status message of another number than was due";
   if (header.count > terms.most) return "more payloads than were asked for";
-  if (header.code > 0xff || (header.code != 0 && header.count != 0)) return "payloads beside a refusal";
+  if (code_of(header) != 0 && header.count != 0) return "payloads beside a refusal";
   std::uint64_t head = sizeof(Header) + header.count * sizeof(Taken);
   if (length < head) return "a status message is too short for its payloads";
   std::uint64_t joined = 0, bytes = 0;

@@ -81,8 +81,9 @@ class TakeOperation final : public Deferred, public std::enable_shared_from_this
     if (taken_fault(room_.data, length_, number_, terms_) != nullptr) return {token, kProtocol};
     const auto header = load<Header>(room_.data);
     auto outcomes = std::make_unique<std::vector<long>>();
-    outcomes->push_back(static_cast<long>(header.code));
+    outcomes->push_back(code_of(header));
     outcomes->push_back(header.count);
+    outcomes->push_back(messages_done(header));
     if (terms_.verify) verify(header, *outcomes);
     return {token, 0, std::move(outcomes)};
   }

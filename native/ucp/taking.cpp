@@ -185,7 +185,8 @@ void Service::answer(const Demand& demand, Code code, const std::vector<Claimed>
   }
   store(copied.data(), Header{0, kVersion, static_cast<std::uint8_t>(Kind::status),
                               static_cast<std::uint16_t>(claimed.size()), demand.number,
-                              static_cast<std::uint32_t>(joined), static_cast<std::uint32_t>(code)});
+                              static_cast<std::uint32_t>(joined),
+                              found_code(static_cast<std::uint32_t>(code), std::min(connection.due_, kMessageNumbers - 1))});
   seal(copied.data(), head);
   going.find_copied();
 
@@ -235,10 +236,11 @@ void Service::look() {
 Code Service::nothing(const Connection& connection) const {
   if (!ring_.ended()) return Code::accepted;
   if (ring_.drained()) return Code::ended;
-  return ring_.unread() <= connection.attempts_ ? Code::written : Code::accepted;
+  return ring_.unread() <= connection.claims() ? Code::written : Code::accepted;
 }
 
-// Whether it is no use to wait, and the connection was not told: else each demand behind the end would come back at once.
+// Whether it is no use to wait, and the connection was not told since it gave claims back: else each demand behind the end
+// would come back at once.
 bool Service::is_news(const Connection& connection) const {
   const Code found = nothing(connection);
   return found == Code::ended || (found == Code::written && !connection.told_written_);
@@ -369,6 +371,7 @@ Code Service::give_back(Connection& connection, const Record& record) {
   Attempt* const attempt = held(connection, record);
   if (attempt == nullptr) return Code::stale;
   handed_over(*attempt);
+  connection.told_written_ = false;
   bool accepted = true;
   const Return back = (record.joined_most & kUnread) != 0 ? Return::unread : Return::retried;
   const std::uint64_t delay_ns = std::min(record.length, ~std::uint64_t{0} / kMillisecond) * kMillisecond;

@@ -228,15 +228,17 @@ async def under_way(stage: Stage, ring: SharedRingBuffer) -> tuple[Peer, Ticket]
 
 async def received(peer: Peer, number: int) -> int:
     """How many payloads came with the answer to the peer's TAKE of this number."""
-    count, _ = await answer_to(peer, number)
+    count, _, _ = await answer_to(peer, number)
     return count
 
 
-async def answer_to(peer: Peer, number: int) -> tuple[int, int]:
-    """How many payloads came with the answer to the peer's TAKE of this number, and its code."""
+async def answer_to(peer: Peer, number: int) -> tuple[int, int, int]:
+    """How many payloads came with the answer to the peer's TAKE of this number, its code, and how many messages of the
+    peer were done before.
+    """
     buffer = bytearray(1 << 17)
     await peer.endpoint.receive(buffer, frames.tag(peer.base, number))
-    return int.from_bytes(buffer[10:12], "little"), int.from_bytes(buffer[20:24], "little")
+    return int.from_bytes(buffer[10:12], "little"), buffer[20], int.from_bytes(buffer[21:24], "little")
 
 
 @asynchronous
@@ -248,17 +250,42 @@ async def test_a_demand_that_waits_is_told_once_that_its_connection_holds_all_th
         service = stage.listener._service
         assert service is not None
         peer = await stage.connected()
-        assert await answer_to(peer, peer.tell(demand())) == (1, 0)
+        taken = peer.tell(demand())
+        assert await answer_to(peer, taken) == (1, 0, taken)
         first = peer.tell(demand(wait_ms=60 * LONG_MS))
         await until(lambda: service.waiting == 1, "it waits")
         ring.end_data()
-        assert await answer_to(peer, first) == (0, frames.WRITTEN)
+        assert await answer_to(peer, first) == (0, frames.WRITTEN, first + 1)
         second = peer.tell(demand(wait_ms=60 * LONG_MS))  # as a client asks again at once
         await until(lambda: service.waiting == 1, "it waits, though the listener has looked")
         service.look()
         assert service.waiting == 1
         peer.tell(end_of(Kind.FINISH, held))
         assert (await answer_to(peer, second))[1] not in (0, frames.WRITTEN)
+
+
+@asynchronous
+async def test_a_demand_that_waits_is_told_again_when_another_has_consumed_what_its_connection_gave_back(
+    ring: SharedRingBuffer,
+) -> None:
+    _, returned = ring.write_raw(b"kept"), ring.write_raw(b"returned")
+    async with Stage(ring) as stage:
+        service = stage.listener._service
+        assert service is not None
+        peer, other = await stage.connected(), await stage.connected()
+        taken = peer.tell(demand(2))
+        assert await answer_to(peer, taken) == (2, 0, taken)
+        ring.end_data()
+        told = peer.tell(demand(wait_ms=60 * LONG_MS))
+        assert await answer_to(peer, told) == (0, frames.WRITTEN, told)
+        theirs = other.tell(demand(wait_ms=60 * LONG_MS))
+        await until(lambda: service.waiting == 1, "the other waits, first")
+        again = peer.tell(demand(wait_ms=60 * LONG_MS))
+        await until(lambda: service.waiting == 2, "both wait")
+        back = peer.tell(end_of(Kind.GIVE_BACK, returned))
+        assert await answer_to(other, theirs) == (1, 0, theirs + 1)
+        other.tell(end_of(Kind.FINISH, returned, attempts=2))
+        assert await answer_to(peer, again) == (0, frames.WRITTEN, back + 1)
 
 
 # --- a connection at its limits -------------------------------------------------------------------------

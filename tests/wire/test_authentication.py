@@ -26,10 +26,10 @@ def made(**changes: Any) -> bytes:
 
 
 def test_proof_golden() -> None:
-    # Checked with: (printf 'transport-6 client\0…'; printf hello | openssl dgst -sha256 -binary) |
+    # Checked with: (printf 'transport-7 client\0…'; printf hello | openssl dgst -sha256 -binary) |
     #               openssl dgst -sha256 -hmac secret
-    assert made().hex() == "3cec592094b1d0e906751e0a1730c062ad4ce87d0d19d97a1eab9772c5a4662f"
-    assert made(side="listener").hex() == "464db624da0f9ccc5ab51298048d219cc42e609bff991ba19ee8d1c4966c5a6f"
+    assert made().hex() == "bda3609aeff0c678e76f33adb17b35c8e6394073982f91981c1d63140b34cdbb"
+    assert made(side="listener").hex() == "a6a3b9f268b22eb2367033d62ba1b09238a6c9ca8a5a25522d3a88cdc9430626"
 
 
 def test_proof_depends_on_secret_side_both_nonces_version_and_hello(

@@ -103,8 +103,8 @@ class ClaimConnection:
     Attributes:
         ring: the id of the ring.
         served: where the ring is at the moment, for who follows it; its ports may change.
-        written: whether its writer has said that it writes nothing more, when a demand last found nothing, which was
-            made after the last claims went back.
+        written: whether its writer has said that it writes nothing more, and this connection has all that is left, when
+            a demand last found nothing behind the last claims that went back.
     """
 
     def __init__(self, link: Link, client: ClaimConnections) -> None:
@@ -204,7 +204,7 @@ class ClaimConnection:
             ) from None
         taken: asyncio.Future[TakenPart] = self.loop.create_future()
         limit_s = wait_s + self._settings.read_timeout(most_bytes)
-        came = partial(self._came, taken, buffer, verify, most_bytes > 0, self.link.native.next_number)
+        came = partial(self._came, taken, buffer, verify, most_bytes > 0)
         waiter = self._client.questions.ask(came, limit_s, partial(self._late, limit_s, "a demand"))
         number = self.link.native.take(
             waiter,
@@ -227,12 +227,10 @@ class ClaimConnection:
         if not self.lost:
             self.link.tell([Record(Kind.CANCEL_TAKE, slot=number)])
 
-    def _came(
-        self, taken: asyncio.Future[TakenPart], buffer: Any, verify: bool, contents: bool, number: int, outcome: Any
-    ) -> None:
+    def _came(self, taken: asyncio.Future[TakenPart], buffer: Any, verify: bool, contents: bool, outcome: Any) -> None:
         """Handle the answer to a demand. What has come whole needs no task."""
         try:
-            answer, whole = self._answer(outcome, buffer, verify, number)
+            answer, whole = self._answer(outcome, buffer, verify)
             if whole or not contents:
                 taken.set_result(self._part(answer, {} if contents else None, answer.wrong))
             else:
@@ -244,7 +242,7 @@ class ClaimConnection:
         except Exception as error:  # of whatever class: the caller waits for this future
             taken.set_exception(error)
 
-    def _answer(self, outcome: Any, buffer: Any, verify: bool, number: int) -> tuple[_Answer, bool]:
+    def _answer(self, outcome: Any, buffer: Any, verify: bool) -> tuple[_Answer, bool]:
         """Return what stands in an answer, and whether every payload came with it."""
         if isinstance(outcome, TransportError):
             self.abort()
@@ -252,8 +250,8 @@ class ClaimConnection:
         if isinstance(outcome, int):
             self.abort()
             raise ProtocolError(f"{self!r} sent an answer that does not fit its demand")
-        code, count, *wrong = outcome
-        self.written = code == _WRITTEN and number > self._returned_at
+        code, count, messages_done, *wrong = outcome
+        self.written = code == _WRITTEN and messages_done > self._returned_at
         if code and code != _WRITTEN:
             raise refusal(code, "a demand")
         rows, notes, whole = engine().taken(buffer, count)
@@ -412,11 +410,12 @@ class ClaimConnection:
     def return_soon(self, rows: Rows, delay_s: float, in_vain: bool) -> None:
         """Give claims back, whatever the ring answers."""
         if not self.lost:
-            self.written, self._returned_at = False, self.link.native.next_number
+            self.written = False
             for begin in range(0, len(rows), frames.MAX_RECORDS):
                 late = partial(self._late, self._answer_s, "the end of claims")
                 waiter = self._client.questions.ask(self._returned, hurry.bounded(self._answer_s), late)
                 some = rows[begin : begin + frames.MAX_RECORDS]
+                self._returned_at = self.link.native.next_number
                 self.link.native.settle(waiter, some, _GIVE_BACK, _milliseconds(delay_s), unread=not in_vain)
             self._worker.sent()
 
