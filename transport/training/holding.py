@@ -231,13 +231,9 @@ class Holding:
         """Return the ids of the rings from which claims can be taken at the moment."""
         return set(self._rings.slots())
 
-    def held_by_ring(self) -> Counter[str]:
-        """Count the held claims of each ring that nothing is asked about; `FoundRings.slots`: of how many slots."""
-        return Counter(ring for (ring, _, _), held in self._held.items() if not held.asked)
-
     def all_written(self) -> bool:
         """Return whether no rollout writes any more, and the rings have only what is held."""
-        return self._rings.all_written(self.held_by_ring())
+        return self._rings.all_written(Counter(ring for (ring, *_), held in self._held.items() if not held.asked))
 
     def crowded(self) -> list[str]:
         """Return a sentence for each ring whose slots are nearly all held for what is not complete."""
