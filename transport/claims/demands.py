@@ -275,11 +275,9 @@ class Demands:
             log.error("taking payloads from %s failed, and is tried again", name, exc_info=error)
 
     def _ports(self, place: RingAddress, ring: str) -> list[PortKey]:
-        """List where the place's ring may be served, in this trainer's order: all ports of its first address first."""
-        ports = list(dict.fromkeys((*place.ports, *self._all.routes.ports_said(ring))))
-        begin = self._spread % len(ports) if ports else 0
-        addresses = [each for each in place.addresses if place.segment is not None or not is_loopback(each)]
-        return [(address, port) for address in addresses for port in (*ports[begin:], *ports[:begin])]
+        """List where the place's ring may be served, in the order of this trainer."""
+        addresses = (each for each in place.addresses if place.segment is not None or not is_loopback(each))
+        return self._all.routes.ways(ring, addresses, place.ports, self._spread)
 
     def _served(self, name: str, ring: str) -> Served:
         place = self._places.get(name)

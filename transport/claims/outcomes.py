@@ -149,9 +149,8 @@ class Outcomes:
 
     def _ports(self, broken: Link, found: Served) -> list[PortKey]:
         """List where its ring may be, at its own port last: the listener there may hang."""
-        host, own = broken.port
-        said = ((host, port) for port in self._links.routes.ports_said(broken.ring) if port != own)
-        return list(dict.fromkeys((*found.ports, *said, broken.port)))
+        others = (*found.ports, *self._links.routes.ways(broken.ring, broken.port[:1]))
+        return [*dict.fromkeys(port for port in others if port != broken.port), broken.port]
 
     async def _asked(self, port: PortKey, broken: Link, rows: Rows) -> list[int]:
         link = await self._links.open_apart(port, broken.ring)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -187,6 +187,16 @@ class Routes:
         """Return the ports of this ring, as a listener of it last named them; none: none did."""
         return self._ports_said.get(ring, ())
 
+    def ways(self, ring: str, hosts: Iterable[str], named: Iterable[int] = (), turn: int = 0) -> list[PortKey]:
+        """Return (host, port) of every listener that may serve the ring, best host first.
+
+        Of each host first the ports that listeners of the ring named last, then the others that are ``named``;
+        ``turn``: at which of all these the order begins.
+        """
+        ports = list(dict.fromkeys((*self.ports_said(ring), *named)))
+        begin = turn % len(ports) if ports else 0
+        return [(host, port) for host in hosts for port in (*ports[begin:], *ports[:begin])]
+
     def ring_at(self, port: PortKey) -> str:
         """Return the ring that answered there last; where none has, one said to be served there. "": unknown."""
         return self._ring_at.get(port, "")
@@ -219,9 +229,7 @@ class Routes:
         return route.pairs
 
     def _lead(self, ring: str, route: Route) -> None:
-        """Lead to the ports that its listeners named last, then to those of its last ticket."""
-        numbers = dict.fromkeys((*self.ports_said(ring), *route.ports_named))
-        pairs = [(host, number) for host in route.hosts for number in numbers]
+        pairs = self.ways(ring, route.hosts, route.ports_named)
         if pairs != route.pairs:
             route.pairs = pairs
             if not route.wrong.issuperset(pairs):
