@@ -435,6 +435,12 @@ class ClaimedBatch(Buffer):
     def finish(self, keep: bool = False) -> bytes:
         """Consume: 1 for each whose claim was held, else 0; the same when it is called again. ``keep``: the memory of
         those that count stays until `release`, or the end of this object."""
+    answered: Literal[True]
+    """`finish` has the ring's answers at once."""
+    def consumption(self) -> bytes:
+        """Return the answer to `finish` again."""
+    def in_question(self) -> bytes:
+        """Return 0 for each: a mapped ring always answers."""
     def renew(self) -> int:
         """`Ring.heard`; how many are held."""
     def consume(self, index: int) -> bool:

@@ -83,6 +83,12 @@ class ClaimedBatch {
     return nb::bytes(accepted.data(), accepted.size());
   }
 
+  nb::bytes consumption() const {
+    std::string consumed;
+    for (const OwnedClaim& each : claims_) consumed += static_cast<char>(each.consumed());
+    return nb::bytes(consumed.data(), consumed.size());
+  }
+
   std::size_t renew() {
     ring_->heard();
     return static_cast<std::size_t>(
@@ -180,6 +186,12 @@ void bind_batches(nb::module_& module) {
            "index"_a)
       .def("columns", &ClaimedBatch::columns, "out"_a)
       .def("finish", &ClaimedBatch::finish, "keep"_a = false)
+      .def_prop_ro("answered", [](const ClaimedBatch&) { return true; })
+      .def("consumption", &ClaimedBatch::consumption)
+      .def("in_question", [](const ClaimedBatch& self) {
+        const std::string none(self.size(), '\0');
+        return nb::bytes(none.data(), none.size());
+      })
       .def("renew", &ClaimedBatch::renew)
       .def("consume", &ClaimedBatch::consume, "index"_a)
       .def("drop", &ClaimedBatch::drop, "index"_a, "reason"_a, "dead"_a, "consumer"_a = "", "delay_s"_a = 0.0)

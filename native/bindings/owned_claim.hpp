@@ -36,6 +36,7 @@ class OwnedClaim {
   const Claimed& claimed() const { return claimed_; }
   const ClaimId& id() const { return claimed_.id; }
   bool pinned() const { return pinned_; }  // the memory is this claim's: it is open, or consumed and kept
+  bool consumed() const { return verdict_ == Verdict::consumed; }
   bool held() const { return verdict_ == Verdict::open && ring_->holds(claimed_.id); }
 
   bool finish(bool keep_pin) {

@@ -11,7 +11,6 @@ from loopback import LOOPBACK
 
 from transport import FoundRings, SharedRingBuffer, UCXXServer, open_rings
 from transport.claims.places import OnThisHost, RingAddress
-from transport.claims.taken_part import TakenPart
 from transport.ring.batch_shape import Shape
 from transport.training.batch import Claimed
 from transport.training.payloads import Payloads
@@ -118,9 +117,6 @@ def names(parts: Sequence[Claimed]) -> list[str]:
 
 def consume(parts: Sequence[Claimed]) -> list[bool]:
     """Which payloads count as consumed; asked again, the answer is the same. Those of mapped rings keep their slots."""
-    answers = [part.finish(True) for part in parts]
-    return [
-        bool(each)
-        for part, answer in zip(parts, answers, strict=True)
-        for each in (part.consumption() if isinstance(part, TakenPart) else answer or b"")
-    ]
+    for part in parts:
+        part.finish(True)
+    return [bool(each) for part in parts for each in part.consumption()]

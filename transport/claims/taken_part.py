@@ -75,10 +75,13 @@ class TakenPart(_ring.ReceivedPayloads):
         self.owned.settled()  # nothing goes back with the object
         return bytes(verdicts == _CONSUMED)
 
-    def in_question(self) -> npt.NDArray[np.bool_]:
-        """Tell for each whether its ring went out of reach before its answer."""
-        found: npt.NDArray[np.bool_] = self.claims.verdicts[self.positions] == _IN_QUESTION
-        return found
+    def in_question(self) -> bytes:
+        """Return 1 for each whose ring went out of reach before its answer, else 0."""
+        return bytes(self.claims.verdicts[self.positions] == _IN_QUESTION)
+
+    def consume(self, index: int) -> None:
+        """Consume one payload, which leaves the part, without waiting for the answer."""
+        self.leave_out(index, CONSUME)
 
     def leave_out(self, index: int, end: End) -> None:
         """End the claim of the payload so, which leaves the part, without waiting for the answer."""

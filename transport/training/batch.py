@@ -77,7 +77,6 @@ class Batch(Payloads):
         self._book = book
         self._state: Literal["claimed", "accepted", "asked", "in question", "consumed", "given back"] = "claimed"
         self.learned = self.in_slots = False
-        self._answers: list[bytes | None] = []  # of each part's ring, True or False for each payload; None: not yet
         self._verdicts: npt.NDArray[np.bool_] = _NONE
         self.claimed_in: Span | None = None
 
@@ -108,12 +107,10 @@ class Batch(Payloads):
             self._require("consume")
         begun = time.monotonic()
         keep = self._gathered is None or self._shape.layout == "list"  # payloads stay where they are
-        answers: list[bytes | None] = []
+        answers: list[bytes | None] = []  # None: not yet
         for part in self.parts:
-            answer = part.finish(keep)
-            self.in_slots |= keep and answer is not None
-            answers.append(answer)
-        self._answers = answers
+            answers.append(part.finish(keep))  # noqa: PERF401  # a comprehension is a call before Python 3.12
+        self.in_slots = keep and any(answers)
         if None in answers:
             self._book.unanswered.append(self)
         self._state = "asked"
@@ -125,7 +122,7 @@ class Batch(Payloads):
     @property
     def answered(self) -> bool:
         """True if every ring has answered `consume`, so that `accepted` does not wait."""
-        return all(part.answered for part in self.parts if isinstance(part, TakenPart))
+        return all(part.answered for part in self.parts)
 
     @property
     def accepted(self) -> npt.NDArray[np.bool_]:
@@ -144,10 +141,10 @@ class Batch(Payloads):
         """Wait for the answers of the rings that were asked."""
         if self._state != "asked":
             return
-        for at, part in enumerate(self.parts):
-            if isinstance(part, TakenPart):
-                self._answers[at] = part.consumption()
-        verdicts = np.frombuffer(b"".join(filter(None, self._answers)), np.bool_)
+        answers = b""
+        for part in self.parts:
+            answers += part.consumption()
+        verdicts = np.frombuffer(answers, np.bool_)
         self._book.consumed(self, verdicts)
         self._verdicts = verdicts
         self._state = "consumed" if verdicts.all() or not self.in_question.any() else "in question"
@@ -155,9 +152,7 @@ class Batch(Payloads):
     @property
     def in_question(self) -> npt.NDArray[np.bool_]:
         """True for each payload whose ring went out of reach before its answer: it may count as consumed."""
-        none = np.zeros(self._count, np.bool_)
-        of = [part.in_question() if isinstance(part, TakenPart) else none[: len(part)] for part in self.parts]
-        return np.concatenate(of) if of else none
+        return np.frombuffer(b"".join([part.in_question() for part in self.parts]), np.bool_)
 
     def give_back(self, delay_s: float = 0.0) -> None:
         """Let other trainers claim the payloads, after the delay. For weights that have not learned from them.

@@ -32,11 +32,9 @@ import numpy as np
 import numpy.typing as npt
 
 from transport import _ring
-from transport.claims.batch import CONSUME
 from transport.claims.lead import LeadSaid
 from transport.claims.open import open_rings
 from transport.claims.rings import FoundRings
-from transport.claims.taken_part import TakenPart
 from transport.client.blocking import statistics_of
 from transport.client.client import UCXXClient
 from transport.config import configuration
@@ -644,7 +642,7 @@ class TrainerBook:
                     self.duplicates += 1
                     if end_parts is not None:
                         end_parts(part, at)
-                    consume_one(part, at)
+                    part.consume(at)
                 elif delivery in held:  # the batch that has it may come to nothing
                     part.drop(at, "", False, "", _HELD_S)
                 else:
@@ -729,20 +727,12 @@ def deliveries(parts: Sequence[Claimed], columns: npt.NDArray[np.int64]) -> list
     return found
 
 
-def consume_one(part: Claimed, at: int) -> None:
-    """Consume one payload of a part, which the part is left without."""
-    if isinstance(part, TakenPart):
-        part.leave_out(at, CONSUME)
-    else:
-        part.consume(at)
-
-
 def _consume_markers(part: Claimed, empty: Sequence[int]) -> None:
     """Consume those of a part's payloads without bytes that say the end of a group."""
     for at in reversed(empty):
         with suppress(TicketError):  # an unreadable ticket is said where its payload is left out
             if Ticket.decode(part.note(at)).ends_group is not None:
-                consume_one(part, at)
+                part.consume(at)
 
 
 def _oldest(learned: Learned, max_age: int | None) -> int | None:
