@@ -23,7 +23,8 @@ from transport.runtime.forks import unforked
 from transport.runtime.signals import until_stopped
 from transport.runtime.waits import Flag
 from transport.server import running
-from transport.server.process import ListenerConfig, StartReport, is_ending, is_listener
+from transport.server.ending import is_ending, is_listener
+from transport.server.process import ListenerConfig, StartReport
 from transport.server.running import OneThread, Processes
 from transport.settings import Settings
 

@@ -20,7 +20,8 @@ import transport
 from transport import SharedRingBuffer, UCXXClient, UCXXServer
 from transport.client.connections.connection import Link
 from transport.errors import AuthenticationError, ProtocolError, WrongRingError
-from transport.server.process import ListenerConfig, is_listener, send
+from transport.server.ending import is_listener, send
+from transport.server.process import ListenerConfig
 from transport.server.supervisor import SupervisorConfig
 from transport.settings import DEFAULTS, Settings
 from transport.wire import frames

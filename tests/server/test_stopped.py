@@ -12,7 +12,7 @@ from helpers import eventually
 from loopback import LOOPBACK
 
 from transport import SharedRingBuffer, UCXXServer
-from transport.server.process import is_listener
+from transport.server.ending import is_listener
 from transport.server.running import Processes
 
 pytestmark = [pytest.mark.ucx, pytest.mark.slow]

@@ -14,7 +14,6 @@ import resource
 import signal
 import sys
 import time
-from pathlib import Path
 from typing import NoReturn
 
 import msgspec
@@ -35,9 +34,6 @@ from transport.wires import Wire
 log = logging.getLogger(__name__)
 
 RESTART = 3  # exit status
-_MODULE = b"transport.server.process"  # as on the command line
-
-_PF_EXITING = 4  # of the flags in /proc/PID/stat
 
 _answers = 1  # descriptor
 _left_open: list[Listener] = []  # keeps UCX's objects until the process ends
@@ -77,42 +73,6 @@ class StartReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     def of(cls, error: TransportError) -> StartReport:
         """Return the report of a start that failed."""
         return cls(error=type(error).__name__, message=reportable(str(error)))
-
-
-def is_listener(pid: int) -> bool:
-    """Return whether a process of this user is a listener. The segment's process ids may be any value."""
-    return has_module(pid, _MODULE)
-
-
-def has_module(pid: int, module: bytes) -> bool:
-    """Return whether a process of this user runs this module of the package, as its command line says."""
-    process = Path(f"/proc/{pid}")
-    try:
-        ours = process.stat().st_uid == os.geteuid()
-        return pid > 0 and ours and module in (process / "cmdline").read_bytes().split(b"\0")
-    except OSError:
-        return False
-
-
-def is_ending(pid: int) -> bool:
-    """Return whether a process is ending: its command line is gone, its locks are held until its memory is gone."""
-    try:
-        flags = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[6]
-    except (OSError, IndexError):  # ended, or of another container
-        return False
-    return bool(int(flags) & _PF_EXITING)
-
-
-def send(number: int, pid: int) -> None:
-    """Send a signal to a listener that the segment names; nothing if the process is no listener or has ended.
-
-    A listener that was stopped (SIGSTOP) continues at SIGTERM, which it would not hear otherwise.
-    """
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        if is_listener(pid):
-            os.kill(pid, number)
-            if number == signal.SIGTERM:
-                os.kill(pid, signal.SIGCONT)
 
 
 def answer(report: StartReport) -> None:

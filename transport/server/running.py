@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 import signal
 import subprocess
 import sys
@@ -18,13 +19,14 @@ import msgspec
 from transport import errors
 from transport.errors import InternalError, TransportError
 from transport.ring.buffer import SharedRingBuffer
-from transport.runtime import stacks, threads
+from transport.runtime import threads
 from transport.runtime.blocking_calls import started
 from transport.runtime.forks import unforked
 from transport.runtime.loop_thread import LoopThread
 from transport.runtime.waits import Flag
+from transport.server.ending import LOOK_S, SUPERVISOR, Ending, listeners_of
 from transport.server.listener import Listener
-from transport.server.process import DRAIN_S, ListenerConfig, StartReport, is_ending, is_listener, send
+from transport.server.process import DRAIN_S, ListenerConfig, StartReport
 from transport.server.supervisor import STOP_S, SupervisorConfig
 
 log = logging.getLogger(__name__)
@@ -144,17 +146,9 @@ class Processes:
             self._stopping.set()
             process = self._process
         if process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(signal.SIGTERM)
-                process.send_signal(signal.SIGCONT)  # one that was stopped would not hear it
-            slow = stacks.Slow(f"the server of {self._ring.name}", STOP_S + 0.5)
-            while slow.look(f"the supervisor, process {process.pid}"):
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(slow.slice_s())
-                    break
-            else:
-                process.kill()
-                process.wait()
+            ending = Ending(f"the server of {self._ring.name}", STOP_S + 0.5, math.inf, SUPERVISOR)
+            while process.poll() is None and ending.goes_on({process.pid}):
+                time.sleep(LOOK_S)
         if self._starting is not None:
             wait([self._starting])
         if self._watcher is not None and self._watcher.is_alive():
@@ -166,20 +160,9 @@ class Processes:
 
         Killed ones are waited for: while they hold their places, a writer that closes leaves the segment to them.
         """
-        slow = stacks.Slow(f"the server of {self._ring.name}", 2 * DRAIN_S + 3.0)
-        late_at = time.monotonic() + DRAIN_S + 0.5
-        signalled: set[int] = set()
-        while not self._ring.native.closed:
-            owners = {owner.pid for owner in self._ring.native.owners() if owner.alive}
-            orphans = {pid for pid in owners if is_listener(pid)}
-            ending = {pid for pid in owners - orphans if is_ending(pid)}
-            if not (orphans or ending) or not slow.look(f"listeners {sorted(orphans | ending)}"):
-                return
-            late = time.monotonic() > late_at
-            for pid in orphans if late else orphans - signalled:
-                send(signal.SIGKILL if late else signal.SIGTERM, pid)
-            signalled |= orphans
-            time.sleep(0.02)
+        ending = Ending(f"the server of {self._ring.name}", DRAIN_S + 0.5, 2 * DRAIN_S + 3.0)
+        while not self._ring.native.closed and ending.goes_on(*listeners_of(self._ring.native)):
+            time.sleep(LOOK_S)
 
 
 class OneThread:

@@ -28,16 +28,14 @@ from transport.errors import BusyPortError, RingBusyError, RingNotFoundError, Tr
 from transport.ring.attachment import Attachment, attached
 from transport.runtime import stacks
 from transport.runtime.logs import handler
+from transport.server.ending import LOOK_S, Ending, is_listener, listeners_of, send
 from transport.server.lifetime import Lifetime, ServingPhase, Watchdog
 from transport.server.process import (
     DRAIN_S,
     ListenerConfig,
     StartReport,
     answer,
-    is_ending,
-    is_listener,
     keep_stdout_for_the_answer,
-    send,
 )
 from transport.server.users import supervisor_of
 
@@ -160,10 +158,6 @@ class Supervisor:
             for owner in self._ring.native.owners()
             if owner.alive and 0 < owner.port <= 65535 and is_listener(owner.pid)
         }
-
-    def _ending(self) -> bool:
-        """Return whether an owner that was killed still holds its place, so that the segment cannot be removed."""
-        return any(owner.alive and is_ending(owner.pid) for owner in self._ring.native.owners())
 
     def _succeeded(self) -> bool:
         """Return whether other writers have taken over the ring: it has a keeper, and no original writer is left."""
@@ -340,20 +334,9 @@ class Supervisor:
             if served.starting is not None:
                 served.starting.cancel()
         await asyncio.gather(*(each.starting for each in self.served_ports if each.starting), return_exceptions=True)
-        for pid in self._listener_pids():
-            send(signal.SIGTERM, pid)
-        slow = stacks.Slow(f"the supervisor of {self._ring.name}", _LISTENERS_S + _KILLED_S)
-        kill_at = time.monotonic() + _LISTENERS_S
-        while self._living() or any(served.process for served in self.served_ports) or self._ending():
-            pids = sorted(self._listener_pids())
-            if not slow.look(f"listeners {pids}"):
-                break
-            if time.monotonic() > kill_at:
-                log.warning("listeners %s did not stop after SIGTERM; killing them", pids)
-                for pid in pids:
-                    send(signal.SIGKILL, pid)
-                kill_at = float("inf")
-            await asyncio.sleep(0.02)
+        ending = Ending(f"the supervisor of {self._ring.name}", _LISTENERS_S, _LISTENERS_S + _KILLED_S)
+        while ending.goes_on(*self._listener_pids()):
+            await asyncio.sleep(LOOK_S)
             writer_was_there = writer_was_there or self._ring.native.keeper_alive
         self._ring.reclaim()
         return writer_was_there
@@ -362,9 +345,11 @@ class Supervisor:
         """Remove the ring's name, if no other owner is left. Unread payloads only when they are given up."""
         return self._ring.native.unlink_if_last(gives_up_to=self._gives_up_to)
 
-    def _listener_pids(self) -> set[int]:
+    def _listener_pids(self) -> tuple[set[int], set[int]]:
+        """Return the listeners, own and adopted, and processes that are ending, as `listeners_of` does."""
         own = {served.process.pid for served in self.served_ports if served.process is not None}
-        return own | {pid for pid, _ in self._living().values()}
+        listeners, ending = listeners_of(self._ring.native)
+        return own | listeners, ending
 
 
 def _living_writers(ring: Attachment) -> set[tuple[int, int]]:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
-import signal
 import time
 from pathlib import Path
 from typing import Final
 
 from transport import _ring
 from transport.ring.attachment import Attachment
-from transport.server.process import has_module, send
+from transport.server.ending import LISTENER, LOOK_S, SUPERVISOR, Ending, has_module, listeners_of
 from transport.settings import DEFAULTS
 
 _ROLES: Final = {_ring.ROLE_WRITER: "writer", _ring.ROLE_LISTENER: "listener", _ring.ROLE_READER: "reader"}
-_LOOK_S: Final = 0.02
 _END_S: Final = 10.0  # of a supervisor, which kills listeners that do not end
-_SUPERVISOR: Final = b"transport.server.supervisor"  # as on the command line
 
 
 def users_of(ring: Attachment) -> str:
@@ -49,16 +47,14 @@ def end_lingering(ring: Attachment) -> bool:
         supervisor = supervisor_of(ring)
         if not supervisor:  # in another container
             return False
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(supervisor, signal.SIGTERM)
+        pids, module = {supervisor}, SUPERVISOR
     else:
-        for each in native.owners():
-            send(signal.SIGTERM, each.pid)
-    give_up = time.monotonic() + _END_S
+        (pids, _), module = listeners_of(native), LISTENER
+    ending = Ending(f"what serves {ring.name}", math.inf, _END_S, module)
     while native.supervised or any(each.alive for each in native.owners()):
-        if time.monotonic() >= give_up:
+        if not ending.goes_on(pids):
             return False
-        time.sleep(_LOOK_S)
+        time.sleep(LOOK_S)
     return True
 
 
@@ -69,7 +65,7 @@ def supervisor_of(ring: Attachment) -> int:
         for pid in (int(each.name) for each in Path("/proc").iterdir() if each.name.isdigit()):
             if (
                 pid != os.getpid()
-                and has_module(pid, _SUPERVISOR)
+                and has_module(pid, SUPERVISOR)
                 and any(_leads_to(each, segment) for each in _descriptors(pid))
             ):
                 return pid
