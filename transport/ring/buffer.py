@@ -41,7 +41,8 @@ from transport.ring.leases import ReadLease, WriteLease, ordered_lengths
 from transport.ring.overflow import Overflow, Overflowing
 from transport.ring.packing import describe, describe_exact, flat, pack_into
 from transport.ring.states import RingStatistics, statistics_of
-from transport.ring.writes import PlannedWrite, Terms, Tickets, longest_wait, metadata_of, terms_of
+from transport.ring.writes import PlannedWrite, Terms, Tickets, metadata_of, terms_of
+from transport.runtime.arguments import waiting
 from transport.runtime.descriptors import OF_A_RING, promised
 from transport.schema import NOTHING, Schema
 from transport.ticket import NO_SCHEMA, Ticket
@@ -361,7 +362,7 @@ class SharedRingBuffer(Attachment):
                 else ends the call midway, KeyboardInterrupt included.
             SchemaError, PayloadTooLargeError, UsageError: as `write`; nothing was written.
         """
-        wait_s = longest_wait(timeout_s)
+        wait_s = waiting(timeout_s, "timeout_s")
         batch = self.plan_many(
             payloads,
             readers=readers,
@@ -514,7 +515,7 @@ class SharedRingBuffer(Attachment):
             raise UsageError(
                 f"metadata is a {type(metadata).__name__}; give a mapping of names to small values"
             ) from error
-        wait_s = longest_wait(timeout_s)
+        wait_s = waiting(timeout_s, "timeout_s")
         layout = NOTHING if schema is None else schema.layout(lengths)
         if layout.total > self.slot_capacity:
             raise PayloadTooLargeError(

@@ -7,8 +7,6 @@ here as `SharedRingBuffer.write` does, and converted.
 
 from __future__ import annotations
 
-import math
-import numbers
 import operator
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,6 +20,7 @@ from transport import _ring
 from transport.devices.arrays import DeviceTensor
 from transport.errors import InternalError, PayloadTooLargeError, RankError, UsageError
 from transport.ring.packing import Casting, describe, describe_exact, flat
+from transport.runtime.arguments import seconds
 from transport.schema import Schema
 from transport.ticket import MAX_ENCODED_BYTES, Ticket, encoded_metadata, host_identity
 
@@ -233,16 +232,12 @@ def version_of(policy_version: int) -> int:
     return number
 
 
-def seconds(value: Any, name: str) -> float:
+def _held(value: Any, what: str) -> float:
     """Return a time that a slot can hold. UsageError for any other."""
-    if not isinstance(value, numbers.Real) or not -_FOR_EVER_S <= float(value) <= _FOR_EVER_S:  # a NaN is neither
-        raise UsageError(f"{name}={value!r}; give a number of seconds, or None for no limit")
+    seconds(value, what)
+    if abs(value) > _FOR_EVER_S:
+        raise UsageError(f"{what}={value!r}; give a number of seconds, or None for no limit")
     return float(value)
-
-
-def longest_wait(timeout_s: float | None) -> float | None:
-    """Return ``timeout_s``; None for no limit. UsageError for what is no time."""
-    return None if timeout_s in (None, math.inf) else seconds(timeout_s, "timeout_s")
 
 
 def terms_of(
@@ -255,9 +250,9 @@ def terms_of(
     if policy_version is not None:
         policy_version = version_of(policy_version)
     if deadline_s is not None:
-        deadline_s = seconds(deadline_s, "deadline_s")
+        deadline_s = _held(deadline_s, "deadline_s")
     if deadline is not None:
-        seconds(deadline - time.time(), "deadline, from now")
+        _held(deadline - time.time(), "deadline, from now")
     return Terms(readers=readers, policy_version=policy_version, deadline_s=deadline_s, deadline=deadline)
 
 

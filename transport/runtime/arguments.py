@@ -51,8 +51,10 @@ def seconds(value: Any, what: str) -> None:
 
 def waiting(timeout: Any, what: str) -> float | None:
     """Return a longest wait as the standard library takes it: None for one without an end."""
+    if timeout is None:
+        return None
     seconds(timeout, what)
-    return None if timeout is None or timeout > _FOR_EVER_S else float(timeout)
+    return None if timeout > _FOR_EVER_S else float(timeout)
 
 
 def several(values: Any, what: str) -> list[Any]:
