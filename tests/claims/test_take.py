@@ -751,3 +751,18 @@ async def test_a_claim_of_another_connection_cannot_be_ended(ring: SharedRingBuf
         strange.end(np.arange(1), End(Verdict.DEAD, "not mine", "x"))
         await until(lambda: strange.verdicts.tolist() == [Verdict.REFUSED], "it is refused")
         assert (await consume(batch)).tolist() == [True]
+
+
+@asynchronous
+async def test_a_listener_whose_ring_was_closed_first_stops_while_a_demand_waits() -> None:
+    with SharedRingBuffer.create(slots=1, slot_bytes=64) as ring:
+        async with Stage(ring) as stage:
+            service = stage.listener._service
+            assert service is not None
+            peer = await stage.connected()
+            peer.tell(demand(wait_ms=LONG_MS))
+            await until(lambda: service.waiting == 1, "it waits")
+            ring.close()
+            await stage.listener.stop()
+            assert stage.listener._worker is None
+            await until(lambda: not peer.endpoint.alive, "its client is told")

@@ -252,3 +252,83 @@ def test_a_start_that_cannot_write_its_ports_serves_nothing(monkeypatch: pytest.
             server.start()
         assert server.ports == ()
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("transport")]
+
+
+# --- what ends another way than it should ------------------------------------------------------------------
+def serving_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "transport listeners"]
+
+
+@pytest.mark.ucx
+def test_a_failed_start_whose_end_is_interrupted_is_ended_by_close(
+    ring: SharedRingBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin, stop = OneThread.start, OneThread.stop
+
+    def start(run: OneThread) -> Any:
+        begin(run)
+        raise RuntimeError("one more port cannot be had")
+
+    def interrupted(run: OneThread) -> None:
+        monkeypatch.setattr(OneThread, "stop", stop)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(OneThread, "start", start)
+    monkeypatch.setattr(OneThread, "stop", interrupted)
+    server = UCXXServer(ring, mode="thread")
+    with pytest.raises(KeyboardInterrupt):
+        server.start()
+    assert serving_threads() and server.ports == ()
+    server.close()
+    assert not serving_threads()
+
+
+@pytest.mark.ucx
+def test_a_server_whose_end_fails_names_no_port_any_more(
+    ring: SharedRingBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop = OneThread.stop
+
+    def failing(run: OneThread) -> None:
+        stop(run)
+        raise RuntimeError("can't join thread")
+
+    monkeypatch.setattr(OneThread, "stop", failing)
+    server = UCXXServer(ring, mode="thread").start()
+    assert ring.native.ports()
+    with pytest.raises(RuntimeError):
+        server.close()
+    assert ring.native.ports() == ()
+
+
+def test_a_supervisor_is_started_again_whatever_a_start_raises(
+    ring: SharedRingBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Raising(_Failing):
+        def _spawn(self) -> StartReport:
+            report = super()._spawn()
+            if self.pauses.s:
+                raise RuntimeError("can't start new thread")
+            return report
+
+    run = Raising(ring, starts=4, long=0)
+    monkeypatch.setattr(running, "time", SimpleNamespace(monotonic=lambda: run.clock()))
+    run._watch()
+    assert len(run.pauses.s) == 4
+
+
+@pytest.mark.ucx
+def test_a_supervisor_whose_report_is_not_waited_for_is_killed(
+    ring: SharedRingBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(running.threads, "start", start)
+    run = Processes(ring, config(ring), (0,))
+    with pytest.raises(RuntimeError, match="thread"):
+        run._spawn()
+    monkeypatch.undo()
+    assert run._process is not None
+    assert run._process.wait() == -signal.SIGKILL
+    run.stop()

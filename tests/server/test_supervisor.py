@@ -276,3 +276,21 @@ def test_closing_ends_a_supervisor_that_hangs_while_it_is_restarted(
         server.close()
         assert restarted.returncode == -signal.SIGTERM  # not the SIGKILL at the end of its time to start
         assert not listener_pids(ring)
+
+
+@asynchronous
+async def test_a_listener_whose_start_fails_in_any_way_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with SharedRingBuffer.create(slots=1, slot_bytes=64) as ring:
+        config = SupervisorConfig(ports=(0,), listener=ListenerConfig(segment=ring.name, port=0, settings=QUICK))
+        supervisor = Supervisor(ring, config)
+        exchange = Supervisor._exchange
+
+        async def failing(*_: object) -> None:
+            monkeypatch.setattr(Supervisor, "_exchange", exchange)
+            raise ValueError("Separator is not found, and chunk exceed the limit")
+
+        monkeypatch.setattr(Supervisor, "_exchange", failing)
+        supervisor.fill()
+        await supervisor.filled_at_first()
+        assert supervisor.unserved() == [] and supervisor.served_ports[0].port
+        await supervisor._stop_listeners()

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 from transport.errors import (
     AuthenticationError,
     BusyError,
+    ClosedError,
     InternalError,
     LinkError,
     ProtocolError,
@@ -418,25 +419,39 @@ class Listener:
         ``exiting``: the process ends now, and the kernel frees the worker and its port faster than UCX does.
         """
         self.draining = True
-        if self._listening is not None:
-            self._listening.close()
-            self._listening = None
-        if self._service is not None:
-            self._service.draining = True
+        async with contextlib.AsyncExitStack() as stack:  # from the last one on, whatever one of them raises
+            if not exiting:
+                stack.callback(self._close_worker)
+            if self._memory is not None:
+                stack.callback(self._memory.close)
+            stack.callback(self._look_no_more)
+            stack.push_async_callback(self._end_connections)
+            stack.push_async_callback(self._dismiss, drain_s)
+            if self._listening is not None:
+                stack.callback(self._listening.close)
+                self._listening = None
+
+    async def _dismiss(self, drain_s: float) -> None:
+        """Tell demands that wait that nothing comes, and wait for reads in progress."""
+        if self._service is None:
+            return
+        self._service.draining = True
+        with contextlib.suppress(ClosedError):  # the ring was closed first: the ends of the connections tell
             self._service.dismiss()
-            if self._worker is not None:
-                self._worker.kick()
-            await self._drain(self._service, drain_s)
+        if self._worker is not None:
+            self._worker.kick()
+        await self._drain(self._service, drain_s)
+
+    async def _end_connections(self) -> None:
+        tasks = [*self._connections.values(), *([self._sweeper] if self._sweeper else [])]
         if self._sweeper is not None:
             self._sweeper.cancel()
-        tasks = list(self._connections.values())
         for connection in list(self._connections):
             connection.close()
-        await asyncio.gather(*tasks, *([self._sweeper] if self._sweeper else []), return_exceptions=True)
-        self._look_no_more()
-        if self._memory is not None:
-            self._memory.close()
-        if self._worker is not None and not exiting:
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _close_worker(self) -> None:
+        if self._worker is not None:
             self._worker.close()
             self._worker = self._service = None
 

@@ -107,21 +107,29 @@ class Processes:
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.write(msgspec.json.encode(self._config))
                 process.stdin.close()
-        killer = threading.Timer(_START_TIMEOUT_S, process.kill)
-        threads.start(killer)
         try:
-            line = process.stdout.readline()
-        finally:
-            killer.cancel()
-            killer.join()
-            process.stdout.close()
-        if not line:
-            process.wait()
-            return StartReport(error=_DIED, message=f"the supervisor ended with status {process.returncode}")
-        report = msgspec.json.decode(line, type=StartReport)
+            report = self._reported(process)
+        except BaseException:  # nobody knows whether it serves
+            process.kill()
+            raise
         if report.error:
             process.wait()
         return report
+
+    @staticmethod
+    def _reported(process: subprocess.Popen[bytes]) -> StartReport:
+        assert process.stdout is not None
+        with process.stdout:
+            killer = threading.Timer(_START_TIMEOUT_S, process.kill)
+            threads.start(killer)
+            try:
+                line = process.stdout.readline()
+            finally:
+                killer.cancel()
+                killer.join()
+        if line:
+            return msgspec.json.decode(line, type=StartReport)
+        return StartReport(error=_DIED, message=f"the supervisor ended with status {process.wait()}")
 
     def _watch(self) -> None:
         pause_s = _RESTART_PAUSE_S
@@ -135,7 +143,7 @@ class Processes:
             log.warning("the supervisor ended with status %d; restarting it", status)
             try:
                 report = self._spawn()
-            except (OSError, msgspec.MsgspecError) as error:  # cannot start a process now; tried again
+            except Exception as error:  # of whatever class: tried again
                 report = StartReport(error=type(error).__name__, message=str(error))
             if report.error and not self._stopping.is_set:  # else `stop` has ended it
                 log.error("the supervisor did not start: %s: %s", report.error, report.message)

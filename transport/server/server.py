@@ -147,20 +147,14 @@ class UCXXServer:
             raise ConfigurationError(f"the limit of {limit} open files (ulimit -n) is below {_LEAST_FILES}; raise it")
         library()  # raises for a missing ucxx here instead of in a child's log
         self._ring.native.addresses = ",".join(self._addresses)
-        run: Processes | OneThread | None = None
+        self._process, self._closing = os.getpid(), True
+        run = self._run = (Processes if self._mode == "process" else OneThread)(self._ring, self._config, self._wanted)
         try:
-            if self._mode == "process":
-                run = Processes(self._ring, self._config, self._wanted)
-            else:
-                run = OneThread(self._ring, self._config, self._wanted)
-            ports = run.start()
-            self._run, self._process, self._closing = run, os.getpid(), False
-            self._ring.native.set_ports(ports)
+            self._ring.native.set_ports(run.start())
+            self._closing = False
             return self
-        except BaseException as error:  # also Ctrl-C: the caller has no object yet with which to stop the processes
-            self._run = None
-            if run is not None:
-                run.stop()
+        except BaseException as error:  # also Ctrl-C; where another ends this, too, `close` goes on
+            self._stop(run)
             if isinstance(error, BusyPortError) and (ring := self._ring_there()):
                 raise BusyPortError(ring) from None
             raise
@@ -207,10 +201,9 @@ class UCXXServer:
             self._closing = True  # from here on: until then it serves, and a directory is to have it
             self._give_up_unread()
         finally:
-            self._stop(run)
-        if not self._ring.native.closed:
-            self._ring.native.set_ports(())
-            self._ring.reclaim()
+            with contextlib.ExitStack() as stack:
+                stack.callback(self._no_ports)
+                stack.callback(self._stop, run)
 
     def _stop(self, run: Processes | OneThread) -> None:
         try:
@@ -219,6 +212,11 @@ class UCXXServer:
             self._run = None
             raise
         self._run = None
+
+    def _no_ports(self) -> None:
+        if not self._ring.native.closed:
+            self._ring.native.set_ports(())
+            self._ring.reclaim()
 
     def _drain(self, drain_s: float, told_s: float) -> None:
         give_up = time.monotonic() + drain_s

@@ -263,7 +263,7 @@ class Supervisor:
                     return report
                 status = await served.process.wait()
                 return StartReport(error=SILENT, message=f"the listener ended with status {status}")
-        except (TimeoutError, OSError, msgspec.MsgspecError) as error:
+        except Exception as error:  # of whatever class: it is started again
             return StartReport(error=SILENT, message=f"the listener did not report ({error!r})")
 
     async def _exchange(self, process: asyncio.subprocess.Process, config: ListenerConfig) -> StartReport | None:
