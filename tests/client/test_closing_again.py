@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 import pytest
-from helpers import NETWORK, descriptors, eventually, noise, serving
+from helpers import NETWORK, asynchronous, descriptors, eventually, noise, serving
 
 from transport import UCXXClient
 
@@ -34,3 +34,12 @@ def test_a_loop_that_ends_before_a_client_is_closed_leaves_nothing_of_it_open(st
         ticket = ring.write_raw(noise(100))
         assert asyncio.run(leave()).closed
         eventually(lambda: descriptors(os.getpid()) <= before)
+
+
+@asynchronous
+async def test_a_client_that_cannot_be_made_leaves_no_task() -> None:
+    before = asyncio.all_tasks()
+    with pytest.raises(AttributeError):
+        UCXXClient(schemas=["no schema"])  # type: ignore[list-item]
+    await asyncio.sleep(0)
+    assert asyncio.all_tasks() == before

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import secrets
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,12 +19,14 @@ from claimed import consumed
 from interrupted_lines import Interrupted
 from packers import Worker
 
-from transport import _ring
-from transport.errors import BusyPortError, ClosedError, RingFullError, SchemaError, UsageError
+from transport import FoundRings, _ring, open_rings
+from transport.errors import BusyPortError, ClosedError, RingFullError, SchemaError, StoreUnavailableError, UsageError
+from transport.packer import rollout
 from transport.packer.options import RingOptions, ServerOptions
 from transport.ring.buffer import SharedRingBuffer
 from transport.schema import Schema, UpTo
 from transport.server.server import UCXXServer
+from transport.store.directory import Directory
 
 SCHEMA = Schema.of(obs=("float32", UpTo(16), 2))
 VALUES = {"obs": np.ones((3, 2), np.float32)}
@@ -184,3 +189,33 @@ def test_a_cleanup_that_is_interrupted_at_any_line_is_finished_by_the_next_one()
             worker.cleanup_ucxx()
             assert seen.native.ended, at
             assert ring.native.closed and ring.name not in _ring.segments(), at
+
+
+def test_a_cleanup_that_cannot_say_the_end_closes_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(ring: SharedRingBuffer) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    worker = Worker()
+    ring = worker.setup_ucxx(SCHEMA, slots=2, mode="thread")
+    monkeypatch.setattr(SharedRingBuffer, "end_data", failing)
+    with pytest.raises(OSError, match="no space"):
+        worker.cleanup_ucxx()
+    assert ring.native.closed and ring.name not in _ring.segments()
+    assert not [each for each in threading.enumerate() if each.name == "transport listeners"]
+
+
+def test_a_set_up_that_fails_before_there_is_a_ring_closes_the_rings_that_it_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[FoundRings] = []
+    monkeypatch.setattr(rollout, "open_rings", lambda text: (opened.append(open_rings(text)), opened[-1])[1])
+
+    def away(directory: Directory) -> str:
+        raise StoreUnavailableError("the store does not answer")
+
+    monkeypatch.setattr(Directory, "run", away)
+    with pytest.raises(StoreUnavailableError):
+        Worker().setup_ucxx(SCHEMA, slots=2, name="w", rings=f"rings+sqlite:///{tmp_path}/store", mode="thread")
+    [rings] = opened
+    with pytest.raises(ClosedError):
+        rings.depth()

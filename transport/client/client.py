@@ -93,44 +93,47 @@ class UCXXClient:
         self._maps = self.allows("mapped")
         self._own = self._attached = AttachedRings()
         self._device_reads = DeviceReads(device, device_receive, settings.staging_bytes)
-        self._links = Links(
-            self._settings,
-            self._wires,
-            secret,
-            lambda: self._attached.leave_ended(),
-            device_memory=device_receive == "direct",
-        )
-        self._remote = RemoteReads(self._links, self._settings, self._wires, verify)
-        self._finder = None if directory is None else Finder(directory)
-        self._verify = verify
-        self._buffers = BufferPool()
-        self._deliveries = Deliveries(schemas, ack, self._links, self._find)
-        self._claims = ClaimConnections(
-            self._links, self._settings, self._buffers, {schema.fingerprint: schema for schema in schemas}
-        )
-        self._reads = Reads(
-            self._check_open,
-            self._settings,
-            self._find,
-            self._links,
-            self._remote,
-            self._device_reads,
-            self._deliveries,
-            self._buffers,
-            self._finder,
-        )
-        self._warming = Warming(
-            self._links,
-            self._settings,
-            self._wires,
-            lambda ticket: self._find(ticket) is not None,
-            self._buffers,
-        )
-        self._pid = os.getpid()
-        self._closing: asyncio.Task[None] | None = None
-        self.why_nothing: Callable[[], str] = str
-        self.places = ""
-        self._status = StatusSocket(self._loop, self.statistics, self._rings, lambda: self.why_nothing())
+        with contextlib.ExitStack() as undo:
+            self._links = Links(
+                self._settings,
+                self._wires,
+                secret,
+                lambda: self._attached.leave_ended(),
+                device_memory=device_receive == "direct",
+            )
+            undo.callback(self._links.end)
+            self._remote = RemoteReads(self._links, self._settings, self._wires, verify)
+            self._finder = None if directory is None else Finder(directory)
+            self._verify = verify
+            self._buffers = BufferPool()
+            self._deliveries = Deliveries(schemas, ack, self._links, self._find)
+            self._claims = ClaimConnections(
+                self._links, self._settings, self._buffers, {schema.fingerprint: schema for schema in schemas}
+            )
+            self._reads = Reads(
+                self._check_open,
+                self._settings,
+                self._find,
+                self._links,
+                self._remote,
+                self._device_reads,
+                self._deliveries,
+                self._buffers,
+                self._finder,
+            )
+            self._warming = Warming(
+                self._links,
+                self._settings,
+                self._wires,
+                lambda ticket: self._find(ticket) is not None,
+                self._buffers,
+            )
+            self._pid = os.getpid()
+            self._closing: asyncio.Task[None] | None = None
+            self.why_nothing: Callable[[], str] = str
+            self.places = ""
+            self._status = StatusSocket(self._loop, self.statistics, self._rings, lambda: self.why_nothing())
+            undo.pop_all()
 
     def __reduce__(self) -> NoReturn:
         """Raise UsageError, for `pickle` and `copy`."""

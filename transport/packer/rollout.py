@@ -124,14 +124,14 @@ class UCXXRolloutMixin(WithBlock):
             settings = msgspec.structs.replace(settings, linger_s=server.linger_s)
         if rings is None and ahead is not None:
             rings = "rings:"
-        run = self._ucxx_opened = open_rings(rings) if isinstance(rings, str) else None
-        if not isinstance(rings, str):
-            run = rings
-        places = OnThisHost() if run is None else run.places
-        directory = server.directory or places.directory
-        name = None if name is None else places.named(name)
         made: SharedRingBuffer | None = None
         try:
+            run = self._ucxx_opened = open_rings(rings) if isinstance(rings, str) else None
+            if not isinstance(rings, str):
+                run = rings
+            places = OnThisHost() if run is None else run.places
+            directory = server.directory or places.directory
+            name = None if name is None else places.named(name)
             made = SharedRingBuffer.create(
                 schema,
                 slots=slots,
@@ -202,11 +202,16 @@ class UCXXRolloutMixin(WithBlock):
         ring, server, announcement, exporter, opened = self._ucxx_ending
         begun = time.monotonic()
         give_up_at = begun + drain_s
+        failed: Exception | None = None
         try:
             if ring is not None and ends and self._ucxx_ends:
-                with contextlib.suppress(ClosedError):
+                try:
                     ring.end_data()  # first: what an interrupt leaves of the rest may be the ring without its close
-            # the ring is closed even if the server fails to stop
+                except ClosedError:
+                    pass
+                except Exception as error:
+                    failed = error
+            # the ring is closed even if its end cannot be said, or the server fails to stop
             with hurry.while_ending(max(hurry.MOST_S, drain_s)), contextlib.ExitStack() as stack:
                 if opened is not None:
                     stack.callback(opened.close)
@@ -224,6 +229,8 @@ class UCXXRolloutMixin(WithBlock):
             self._ucxx_ending = None
             raise
         self._ucxx_ending = None
+        if failed is not None:
+            raise failed
 
     # --- looking ------------------------------------------------------------------------------------
     @property
