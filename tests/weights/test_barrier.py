@@ -135,6 +135,49 @@ def test_a_rank_that_is_interrupted_after_the_decision_keeps_what_all_have_loade
         assert all(serves(model, 3) for model in models)
 
 
+@pytest.mark.parametrize("step", ["keep", "finalize"])
+def test_a_rank_that_is_interrupted_as_it_keeps_a_version_keeps_it_when_the_commit_is_repeated(
+    barrier: UpdateBarrier, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with everyone_of(barrier) as (everyone, models, update):
+        assert update(1) == [None] * 4
+        interrupted = everyone[3]
+        target: Any = {"keep": interrupted._weights.switch, "finalize": interrupted._weights}[step]
+        leave = interrupted.end
+
+        def interrupt() -> Any:
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+
+        def begin(*arguments: Any) -> Any:
+            monkeypatch.setattr(target, step, interrupt)
+            return leave(*arguments)
+
+        monkeypatch.setattr(interrupted, "end", begin)
+        assert [type(error) for error in update(2)] == [type(None)] * 3 + [KeyboardInterrupt]
+        barrier.commit(interrupted, 2)
+        assert not interrupted.mixed and all(serves(model, 2) for model in models)
+        assert update(3) == [None] * 4
+        assert all(serves(model, 3) for model in models)
+
+
+def test_an_interrupt_does_not_wait_for_a_call_of_the_framework(
+    barrier: UpdateBarrier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    returns = threading.Event()
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(UpdateBarrier, "_role", interrupted)
+    with everyone_of(msgspec.structs.replace(barrier, timeout_s=1e6)) as (everyone, _, _):
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                msgspec.structs.replace(barrier, timeout_s=1e6).stage(everyone[0], 1, returns.wait)
+        finally:
+            returns.set()
+
+
 def test_a_rank_that_is_interrupted_in_a_commit_long_after_the_stage_keeps_what_all_have_loaded(
     barrier: UpdateBarrier, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,10 +20,11 @@ from helpers import asynchronous, leaving_at_once
 from weights_engines import BUCKET, TOTAL, build, engine, engines, sizes, transfer
 from weights_members import checksum_of, version_of
 
-from transport import UCXXClient, _ring
+from transport import UCXXClient, UCXXServer, _ring
 from transport.errors import (
     AuthenticationError,
     ChildrenLostError,
+    ClosedError,
     ParentLostError,
     RetriesExhaustedError,
     SchemaError,
@@ -37,11 +38,13 @@ from transport.weights import WeightsTrainer
 from transport.weights.engine import WeightsEngine
 from transport.weights.manager import WeightUpdate
 from transport.weights.options import EngineOptions
+from transport.weights.plan.steps import VersionProof
+from transport.weights.sharding.layouts import Layout
 from transport.weights.sharding.roles import build_topology
 from transport.weights.transfer.bucket_sender import SETTINGS, BucketSender
 from transport.weights.transfer.feed import Feed, Upstream
 from transport.weights.transfer.messages import Slices
-from transport.weights.versions.copies import Copies, Held, attach
+from transport.weights.versions.copies import Copies, Held, ShardHeld, attach
 from transport.weights.versions.layout import row_of, specs_of, weights_checksum
 from transport.weights.worker import ReferenceWorker, Replica
 
@@ -387,6 +390,42 @@ async def test_a_bucket_whose_publishing_was_cancelled_does_not_keep_its_slot() 
         (await sender.reserve(64, ("child",))).abort()
     finally:
         await asyncio.to_thread(sender.close)
+
+
+@asynchronous
+async def test_a_sender_whose_server_cannot_be_stopped_gives_up_its_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    sender = BucketSender(1, address="127.0.0.1")
+    sender.begin(Feed(sender.lost), ["child"])
+    await asyncio.to_thread(sender.provide, [BUCKET])
+    ring, close = sender._ring, UCXXServer.close
+    assert ring is not None
+
+    def failing(server: UCXXServer) -> None:
+        close(server)
+        raise RuntimeError("can't join thread")
+
+    monkeypatch.setattr(UCXXServer, "close", failing)
+    with pytest.raises(RuntimeError):
+        await asyncio.to_thread(sender.close)
+    assert ring.native.closed
+
+
+def test_a_part_that_cannot_be_released_spares_the_others() -> None:
+    released = []
+
+    class Part:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def release(self) -> None:
+            released.append(self.number)
+            if self.number == 1:
+                raise ClosedError("its ring is closed")
+
+    held = ShardHeld(Layout(()), VersionProof(1, 1), [Part(0), Part(1), Part(2)])  # type: ignore[list-item]
+    with pytest.raises(ClosedError):
+        held.release()
+    assert sorted(released) == [0, 1, 2]
 
 
 @asynchronous

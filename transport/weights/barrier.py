@@ -72,8 +72,8 @@ class _Beside:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        if self._answer is None:
-            return
+        if self._answer is None or (error is not None and not isinstance(error, Exception)):
+            return  # an interrupt waits for nothing
         try:
             own = self._answer.exception(self._timeout_s)
         except TimeoutError:
@@ -153,7 +153,7 @@ class UpdateBarrier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         """
         staged = rank.staged(version)
         with open_store(self.store) as store:
-            if rank.in_doubt:
+            if rank.loaded:
                 attempt = rank.attempt
                 found = self._settle(store, rank, WeightsError("not committed"))
                 if staged and found.kept != attempt.name:

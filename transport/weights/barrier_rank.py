@@ -141,6 +141,11 @@ class BarrierRank:
         return self._weights.in_doubt
 
     @property
+    def loaded(self) -> bool:
+        """True if it has loaded the version of its attempt: it is in doubt, or an interrupt has ended its `end`."""
+        return self.in_doubt or (not self.sends and bool(self.attempt.name) and self._weights.landed is None)
+
+    @property
     def mixed(self) -> bool:
         """True if it may serve another version than the other ranks of its engine.
 
@@ -153,12 +158,12 @@ class BarrierRank:
 
         In place there is none. An error of the return becomes a note of ``why``.
         """
-        self.attempt = NO_ATTEMPT
         if why is not None:
             self._weights.go_back(why)
         elif self._weights.landed is not None:
             self._weights.keep()
         self.run(self._weights.finalize())
+        self.attempt = NO_ATTEMPT  # last, so that after an interrupt the next call finishes
 
     # --- staged in a thread -------------------------------------------------------------------------------------------
     def begin(self, version: int, stage: Callable[[Callable[[], str]], None]) -> None:

@@ -57,8 +57,8 @@ class ReceivedWeights:
 
     def keep(self) -> None:
         """Serve what was loaded: it is decided that it stays."""
-        self.landed = None
         self.switch.keep()
+        self.landed = None  # last, so that after an interrupt the next call finishes
 
     def go_back(self, why: BaseException | None = None) -> None:
         """Serve the version before again, if there is one. In place it is gone: nothing is proven.

@@ -288,9 +288,10 @@ class BucketSender:
 
     def close(self) -> None:
         """Stop listening, and give up the ring. Idempotent. Blocks."""
-        self.abandon()
-        if self._server is not None:
-            self._server.close()
-        if self._ring is not None:
-            self._ring.close()
+        with contextlib.ExitStack() as stack:  # the ring is closed even if the server fails to stop
+            if self._ring is not None:
+                stack.callback(self._ring.close)
+            if self._server is not None:
+                stack.callback(self._server.close)
+            stack.callback(self.abandon)
         self._server = self._ring = None  # last, so that after an interrupt the next call finishes

@@ -178,8 +178,9 @@ class ShardHeld:
     def release(self) -> None:
         """Release the slots. Idempotent."""
         parts, self._parts = self._parts, []
-        for part in parts:
-            part.release()
+        with contextlib.ExitStack() as stack:  # a failure of one spares the others
+            for part in parts:
+                stack.callback(part.release)
 
 
 def _empty(tensor: Any) -> np.ndarray[Any, Any]:
