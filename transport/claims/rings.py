@@ -149,7 +149,7 @@ class FoundRings:
         self._missed = LogLimit(float("inf"))
         self._missing = LogLimit(SAY_AGAIN_S)
         self._mixed = LogLimit(float("inf"))
-        self.expected: int | None = None  # rollouts whose ends `finished` waits for
+        self._expected: int | None = None  # rollouts whose ends are waited for; None: of those that were seen
         self._checked: frozenset[str] = frozenset()  # rings whose rollouts' starts were looked at
         self._turns = itertools.count()  # of rings here and elsewhere, which are asked first in turn
 
@@ -172,11 +172,18 @@ class FoundRings:
         self._here.add(ring)
 
     def connect(
-        self, thread: LoopThread, client: TrainerClient, schemas: Sequence[Schema], *, contents: bool = True
+        self,
+        thread: LoopThread,
+        client: TrainerClient,
+        schemas: Sequence[Schema],
+        *,
+        expected_rollouts: int | None = None,
+        contents: bool = True,
     ) -> FoundRings:
         """Return the rings as a trainer uses them that has this client, and payloads of these schemas.
 
-        Payloads from elsewhere come through the client; without ``contents`` their claims alone.
+        Payloads from elsewhere come through the client; without ``contents`` their claims alone. `finished` waits for
+        the ends of ``expected_rollouts``.
         """
         self._check_open()
         own = copy.copy(self)
@@ -188,6 +195,7 @@ class FoundRings:
             own._served, self._max_deliveries, self._here.bell.ring, thread, client.claims, contents
         )
         own._begin()
+        own._expected = expected_rollouts
         if contents:
             own.says_why(client)
         return own
@@ -333,10 +341,11 @@ class FoundRings:
         a job with the same directory count as those of its own: where no others are known, a warning says so.
 
         Args:
-            expected_rollouts: how many have to end; None: all of those, at least one, that this process has seen; 0:
-                none has to, but none that this process has seen goes on.
+            expected_rollouts: how many have to end; None: as many as the trainer said, else all of those, at least one,
+                that this process has seen; 0: none has to, but none that this process has seen goes on.
         """
         self._check_open()
+        expected_rollouts = self._expected if expected_rollouts is None else expected_rollouts
         ended, living = self._ends(mapped=self._maps)
         if living or not self._are_all(ended, expected_rollouts):
             return False
@@ -359,7 +368,7 @@ class FoundRings:
             written |= self._here.written(self._schemas, held)
         if living - written:
             return False
-        return self._are_all({**ended, **dict.fromkeys(living, True)}, self.expected)
+        return self._are_all({**ended, **dict.fromkeys(living, True)}, self._expected)
 
     @property
     def _at_addresses(self) -> list[RingAddress]:
@@ -435,7 +444,7 @@ class FoundRings:
             self.places.others(),
             [ring for ring, said in ends.items() if not said],
             sum(ends.values()),
-            self.expected,
+            self._expected,
             number,
             here.ranks,
             full=not here.free and fitting <= here.rings,

@@ -159,7 +159,7 @@ class Trainer:
         self._rank = check_consumer(rank, "rank") if isinstance(rank, str) else rank
         check_claim(1, self._rank)
         self._max_age = None if max_age is None else at_least(0, max_age, "max_age")
-        self._expected = None if expected_rollouts is None else at_least(1, expected_rollouts, "expected_rollouts")
+        expected = None if expected_rollouts is None else at_least(1, expected_rollouts, "expected_rollouts")
         self._schemas = {each.fingerprint: each for each in schemas}
         self._discards = LogLimit()
         self._calls = _thread.allocate_lock()
@@ -189,11 +189,9 @@ class Trainer:
                 make_client(thread, [*schemas, *parents], wire, settings, client)
             )
             self._ends.append(partial(rings.disconnect, self._client))
-            self.rings = rings.connect(thread, self._client, schemas)
-            self.rings.expected = self._expected
+            self.rings = rings.connect(thread, self._client, schemas, expected_rollouts=expected)
             self.rings.say_ended()
-            self._holds = rings.connect(thread, self._client, schemas, contents=False)
-            self._holds.expected = self._expected
+            self._holds = rings.connect(thread, self._client, schemas, expected_rollouts=expected, contents=False)
             self._most_deliveries = self.rings.max_deliveries
             self._heart = thread.submit(_live(self.rings))
             self._ends.append(self._heart.cancel)
@@ -386,7 +384,7 @@ class Trainer:
         A killed rollout has not ended; another one is expected in its place, unless ``expected_rollouts`` have ended.
         """
         self._book.settle()
-        return self.rings.finished(self._expected)
+        return self.rings.finished()
 
     def why_nothing(self) -> str:
         """Return a sentence that says why no payload comes; empty where it is only the rollouts' turn."""
