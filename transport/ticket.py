@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from functools import cache, lru_cache
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import msgspec
 import numpy as np
@@ -29,6 +29,11 @@ from transport import _ring
 from transport.errors import RankError, SchemaError, TicketError
 from transport.group import EndOf, GroupOf, ended_group, group_of, users_own
 from transport.schema import MAX_BYTES, MAX_TENSORS, NOTHING, PayloadLayout, Placement, Schema
+
+Identity: TypeAlias = tuple[str, int, int]
+"""Ring id, slot and generation of a payload."""
+Delivery: TypeAlias = tuple[str, int, int, int]
+"""A payload's identity, and the rank that reads it."""
 
 VERSION: Final = 1
 _ORIGIN_BYTES: Final = 80  # of its name and value, which a restored payload has besides
@@ -138,7 +143,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     # --- naming --------------------------------------------------------------------------------
     @property
-    def identity(self) -> tuple[str, int, int]:
+    def identity(self) -> Identity:
         """Identity of the payload: (ring, slot, generation). Never used twice."""
         return self.ring, self.slot, self.generation
 
@@ -148,7 +153,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return "/".join(map(str, self.identity))
 
     @property
-    def origin(self) -> tuple[str, int, int]:
+    def origin(self) -> Identity:
         """The identity under which the payload was first written, whichever rings it has been restored into since."""
         return _origin(self.metadata.get(ORIGIN)) or self.identity
 
@@ -443,7 +448,7 @@ def _room(metadata: Metadata) -> int:
     return _ORIGIN_BYTES if ORIGIN in metadata else 0
 
 
-def _origin(text: object) -> tuple[str, int, int] | None:
+def _origin(text: object) -> Identity | None:
     found = _ORIGIN.fullmatch(text) if isinstance(text, str) else None
     return (found[1], int(found[2]), int(found[3])) if found else None
 

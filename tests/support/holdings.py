@@ -14,7 +14,8 @@ from transport.claims.open import open_rings
 from transport.claims.places import OnThisHost
 from transport.claims.rings import FoundRings
 from transport.runtime.loop_thread import LoopThread
-from transport.training.holding import Delivery, HeldSample, Holding
+from transport.ticket import Identity
+from transport.training.holding import HeldSample, Holding
 
 # Holds so many, says how many, and waits.
 HOLDER = """
@@ -66,13 +67,13 @@ def held_by(holding: Holding, n: int, **arguments: Any) -> list[HeldSample]:
     return samples
 
 
-def deliveries(samples: Sequence[HeldSample]) -> list[Delivery]:
-    return [each.delivery for each in samples]
+def identities(samples: Sequence[HeldSample]) -> list[Identity]:
+    return [each.identity for each in samples]
 
 
-def settled(holding: Holding, n: int) -> dict[Delivery, bool | None]:
+def settled(holding: Holding, n: int) -> dict[Identity, bool | None]:
     """The answers about so many deliveries."""
-    found: dict[Delivery, bool | None] = {}
+    found: dict[Identity, bool | None] = {}
 
     def all_came() -> bool:
         found.update(holding.settle())

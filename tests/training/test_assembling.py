@@ -43,9 +43,9 @@ def test_a_restored_sample_that_comes_from_two_rings_is_one_sample() -> None:
     made = assembly()
     assert [made.add(sample(1, of=2, ring=ring), 0.0) for ring in (7, 8, 7)] == [True, False, True]
     assert not made.complete and [len(group) for group in made.open] == [1]
-    made.lose([sample(1, ring=7).delivery])
+    made.lose([sample(1, ring=7).identity])
     assert made.add(sample(1, of=2, ring=8), 0.0) and made.add(sample(2, of=2), 0.0)
-    assert [[each.delivery[0][-1] for each in group.samples] for group in made.complete] == [["8", "2"]]
+    assert [[each.identity[0][-1] for each in group.samples] for group in made.complete] == [["8", "2"]]
 
 
 def test_a_sample_without_a_group_is_one_by_itself() -> None:
@@ -113,7 +113,7 @@ def test_an_end_of_a_group_without_samples_leaves_nothing() -> None:
     made = assembly()
     made.end(EndOf("g", None, None), ("e", 0, 1), ("e", 0, 1), 0.0)
     [given_up] = made.turn(10.0, False, None)
-    assert given_up.group.deliveries == [("e", 0, 1)] and not made.complete and not made.open
+    assert given_up.group.identities == [("e", 0, 1)] and not made.complete and not made.open
 
 
 @pytest.mark.parametrize("short", [False, True])
@@ -149,7 +149,7 @@ def test_a_complete_group_that_has_lost_a_sample_waits_for_it() -> None:
     made = assembly()
     for number in (1, 2):
         made.add(sample(number, of=2), 0.0)
-    made.lose([sample(1).delivery])
+    made.lose([sample(1).identity])
     assert not made.complete
     made.add(sample(1, of=2), 1.0)
     assert [len(group) for group in made.complete] == [2]
@@ -160,7 +160,7 @@ def test_a_group_that_its_end_finds_complete_waits_for_a_lost_sample_no_longer_t
     for number in (1, 2):
         made.add(sample(number, of=2), 0.0)
     made.end(EndOf("g", 2, 2), ("e", 0, 1), (sample(1).origin[0], 0, 2), 50.0)
-    made.lose([sample(1).delivery])
+    made.lose([sample(1).identity])
     assert [len(group) for group in made.open] == [1]
     assert [each.reason for each in made.turn(60.0, False, None)] == ["incomplete"]
 
@@ -189,13 +189,13 @@ def test_no_sample_is_in_two_groups_and_none_is_forgotten(
             mark = (name, len(inside), int(2 * now))
             made.end(EndOf(name, None, None), mark, mark, now)
         elif what == "lose":
-            made.lose([sample(amount).delivery])
+            made.lose([sample(amount).identity])
             inside.pop(amount, None)
         else:
             left = [each.group for each in made.turn(now, False, None)] if what == "turn" else made.pick(amount)
             for group in left:
                 for each in group.samples:
-                    inside[each.delivery[1]] -= 1
-        there = Counter(each.delivery[1] for group in (*made.complete, *made.open) for each in group.samples)
+                    inside[each.identity[1]] -= 1
+        there = Counter(each.identity[1] for group in (*made.complete, *made.open) for each in group.samples)
         assert there == +inside and all(count == 1 for count in there.values())
         assert all(len(group) == group.of for group in made.complete if not short and group.ended_at is None)

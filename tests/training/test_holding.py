@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from found_rings import LONG_S, HereAndElsewhere, ring_of
 from helpers import Child, cut_connections, eventually, free, on_loop
-from holdings import HOLDER, deliveries, held_by, holding_of, settled
+from holdings import HOLDER, held_by, holding_of, identities, settled
 from interrupted_lines import Interrupted
 from takes import broken_between
 
@@ -60,7 +60,7 @@ def write(ring: SharedRingBuffer, count: int, version: int | None = None) -> Non
 
 def by_ring(holding: Holding) -> Counter[str]:
     """How many payloads of each ring are held."""
-    return Counter(ring for ring, *_ in holding.deliveries)
+    return Counter(ring for ring, *_ in holding.identities)
 
 
 def test_samples_are_tickets_and_what_rings_say_of_them(ring: SharedRingBuffer, holding: Holding) -> None:
@@ -69,18 +69,18 @@ def test_samples_are_tickets_and_what_rings_say_of_them(ring: SharedRingBuffer, 
     samples = held_by(holding, 4)
     written = ring.tickets()
     assert [each.ticket for each in samples] == written
-    assert [each.delivery for each in samples] == [ticket.identity for ticket in written]
+    assert [each.identity for each in samples] == [ticket.identity for ticket in written]
     assert [each.size for each in samples] == [4, 8, 12, 0]
     assert [each.version for each in samples] == [7, 7, 7, None]
     assert [each.ticket.group for each in samples] == [("p0", 2, 1), ("p0", 2, 2), ("p1", 2, 3), None]
     assert samples[-1].ticket.ends_group == ("p1", None, None)
     assert {(each.rank, each.attempts, each.in_vain) for each in samples} == {(0, 1, 0)}
-    assert all(delivery in holding for delivery in deliveries(samples)) and len(holding) == 4
+    assert all(identity in holding for identity in identities(samples)) and len(holding) == 4
 
 
 def test_what_is_consumed_is_answered_once_and_held_no_longer(ring: SharedRingBuffer, holding: Holding) -> None:
     write(ring, 5)
-    first, *others = deliveries(held_by(holding, 5))
+    first, *others = identities(held_by(holding, 5))
     holding.consume([*others, *others])
     assert settled(holding, 4) == dict.fromkeys(others, True)
     assert holding.settle() == {} and first in holding and others[0] not in holding
@@ -95,25 +95,25 @@ def test_what_is_consumed_is_answered_once_and_held_no_longer(ring: SharedRingBu
 def test_what_is_given_back_comes_again(ring: SharedRingBuffer, holding: Holding, in_vain: bool) -> None:
     write(ring, 3)
     samples = held_by(holding, 3)
-    holding.give_back(deliveries(samples[1:]), in_vain=in_vain)
-    assert deliveries(samples[1:])[0] not in holding
+    holding.give_back(identities(samples[1:]), in_vain=in_vain)
+    assert identities(samples[1:])[0] not in holding
     again = held_by(holding, 2)
-    assert deliveries(again) == deliveries(samples[1:])
+    assert identities(again) == identities(samples[1:])
     assert [(each.attempts, each.in_vain) for each in again] == [(2, int(in_vain))] * 2
 
 
 def test_what_is_given_back_for_later_comes_later(ring: SharedRingBuffer, holding: Holding) -> None:
     write(ring, 2)
     one, two = held_by(holding, 2)
-    holding.give_back([one.delivery], delay_s=1e6)
-    holding.give_back([two.delivery])
-    assert deliveries(held_by(holding, 1)) == [two.delivery]
+    holding.give_back([one.identity], delay_s=1e6)
+    holding.give_back([two.identity])
+    assert identities(held_by(holding, 1)) == [two.identity]
     assert holding.take(1) == []
 
 
 def test_what_is_discarded_nobody_gets(ring: SharedRingBuffer, holding: Holding, prefix: str, wire: str) -> None:
     write(ring, 3)
-    one, two, three = deliveries(held_by(holding, 3))
+    one, two, three = identities(held_by(holding, 3))
     holding.discard([one, three], "its group never completes")
     eventually(lambda: ring.native.depth(0)["dead"] == 2, "they are dead")
     assert one not in holding and two in holding
@@ -130,15 +130,15 @@ def test_what_a_closed_holding_had_comes_to_another_one_uncounted(
     write(ring, 4)
     with holding_of(prefix, wire) as first, holding_of(prefix, wire) as second:
         samples = held_by(first, 4)
-        first.consume(deliveries(samples[:1]))
+        first.consume(identities(samples[:1]))
         first.close()
         assert len(first) == 0
         with pytest.raises(ClosedError):
             first.take(1)
         again = held_by(second, 3)
-        assert deliveries(again) == deliveries(samples[1:])
+        assert identities(again) == identities(samples[1:])
         assert [each.in_vain for each in again] == [0] * 3
-        assert settled(first, 1) == {samples[0].delivery: True}  # asked before
+        assert settled(first, 1) == {samples[0].identity: True}  # asked before
 
 
 def test_what_a_killed_holder_had_comes_again(ring: SharedRingBuffer, holding: Holding, prefix: str, wire: str) -> None:
@@ -157,13 +157,13 @@ def test_claims_of_a_holder_that_is_silent_for_its_lease_are_lost(
     with holding_of(prefix, "mapped", lease_s=0.2) as silent, holding_of(prefix, "mapped", lease_s=1e6) as other:
         samples = held_by(silent, 3)
         again = held_by(other, 3)
-        assert deliveries(again) == deliveries(samples)
-        silent.consume(deliveries(samples[:1]))
-        assert silent.settle() == {samples[0].delivery: False}
-        assert silent.lost() == set(deliveries(samples[1:]))
+        assert identities(again) == identities(samples)
+        silent.consume(identities(samples[:1]))
+        assert silent.settle() == {samples[0].identity: False}
+        assert silent.lost() == set(identities(samples[1:]))
         assert silent.lost() == set() and len(silent) == 0
-        other.consume(deliveries(again))
-        assert settled(other, 3) == dict.fromkeys(deliveries(again), True)
+        other.consume(identities(again))
+        assert settled(other, 3) == dict.fromkeys(identities(again), True)
 
 
 def test_every_ring_counts_a_holders_lease_from_when_it_was_heard(ring: SharedRingBuffer, prefix: str) -> None:
@@ -193,11 +193,11 @@ def test_claims_of_a_connection_that_breaks_are_lost_and_come_again(prefix: str)
         on_loop(server, lambda: cut_connections(server))
         lost: set[object] = set()
         eventually(lambda: lost.update(holding.lost()) or len(lost) == 3, "their loss is known")
-        assert lost == set(deliveries(samples)) and holding.lost() == set()
+        assert lost == set(identities(samples)) and holding.lost() == set()
         again = held_by(holding, 3)
-        assert sorted(deliveries(again)) == sorted(deliveries(samples)) and len(holding) == 3
-        holding.consume(deliveries(again))
-        assert settled(holding, 3) == dict.fromkeys(deliveries(again), True)
+        assert sorted(identities(again)) == sorted(identities(samples)) and len(holding) == 3
+        holding.consume(identities(again))
+        assert settled(holding, 3) == dict.fromkeys(identities(again), True)
 
 
 def test_what_comes_again_before_its_loss_was_asked_for_is_held_and_not_lost(prefix: str) -> None:
@@ -210,10 +210,10 @@ def test_what_comes_again_before_its_loss_was_asked_for_is_held_and_not_lost(pre
         [sample] = held_by(holding, 1)
         on_loop(server, lambda: cut_connections(server))
         [again] = held_by(holding, 1)
-        assert (again.delivery, again.attempts) == (sample.delivery, 2)
-        assert holding.lost() == set() and again.delivery in holding
-        holding.consume([again.delivery])
-        assert settled(holding, 1) == {again.delivery: True}
+        assert (again.identity, again.attempts) == (sample.identity, 2)
+        assert holding.lost() == set() and again.identity in holding
+        holding.consume([again.identity])
+        assert settled(holding, 1) == {again.identity: True}
 
 
 def test_what_is_in_question_is_asked_again(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +227,7 @@ def test_what_is_in_question_is_asked_again(prefix: str, monkeypatch: pytest.Mon
         port = serve(0)
         with holding_of(f"rings://127.0.0.1:{port}", "tcp") as holding:
             write(ring, 3)
-            asked = deliveries(held_by(holding, 3))
+            asked = identities(held_by(holding, 3))
             held = holding._held[asked[0]]
             assert isinstance(held, _There) and isinstance(held.claims.connection, ClaimConnection)
             consumed = lambda: eventually(lambda: free(ring), "the ring has consumed them")  # noqa: E731
@@ -252,8 +252,8 @@ def test_no_byte_of_a_payload_moves_and_bytes_do_not_limit_a_take(prefix: str) -
         ring.mark(end_of("p"))
         samples = holding.take(5, LONG_S)
         assert [each.size for each in samples] == [16 << 20] * 4 + [0]
-        holding.consume(deliveries(samples))
-        assert settled(holding, 5) == dict.fromkeys(deliveries(samples), True)
+        holding.consume(identities(samples))
+        assert settled(holding, 5) == dict.fromkeys(identities(samples), True)
         assert ring.statistics().bytes_by_wire == dict.fromkeys(ring.statistics().bytes_by_wire, 0)
 
 
@@ -262,15 +262,15 @@ def test_ten_thousand_claims_are_held_and_consumed(prefix: str, wire: str) -> No
     with ring_of(prefix, slots=count, slot_bytes=64) as ring, holding_of(prefix, wire) as holding:
         ring.write_many([{"at": np.int64(at)} for at in range(count)], metadata=in_group(None, "p", count))
         samples = held_by(holding, count)
-        assert len(set(deliveries(samples))) == len(holding) == count
+        assert len(set(identities(samples))) == len(holding) == count
         assert holding.lost() == set() and ring.native.depth(0)["claimed"] == count
-        kept = deliveries(samples[::10])
-        asked = [each for each in deliveries(samples) if each not in set(kept)]
+        kept = identities(samples[::10])
+        asked = [each for each in identities(samples) if each not in set(kept)]
         holding.consume(asked)
         assert Counter(settled(holding, len(asked)).values()) == {True: len(asked)}
         assert len(holding) == len(kept)
         holding.give_back(kept)
-        assert sorted(deliveries(held_by(holding, len(kept)))) == sorted(kept)
+        assert sorted(identities(held_by(holding, len(kept)))) == sorted(kept)
 
 
 def test_a_ring_whose_slots_wait_for_groups_says_so(prefix: str, wire: str) -> None:
@@ -287,7 +287,7 @@ def test_a_ring_whose_slots_wait_for_groups_says_so(prefix: str, wire: str) -> N
         samples += held_by(holding, 1)
         found = rings.why_nothing(0)
         assert found is not None and found.why is Why.GROUPS and ring.ring_id[:8] in found.text
-        holding.give_back(deliveries(samples), delay_s=1e6)
+        holding.give_back(identities(samples), delay_s=1e6)
         assert by_ring(holding) == {} and rings.crowded(0.0) == []
 
 
@@ -313,14 +313,14 @@ def test_all_is_written_only_when_nothing_is_on_its_way_back(prefix: str, wire: 
     with ring_of(prefix, slots=8) as ring, holding_of(prefix, wire) as holding:
         for _ in range(4):
             ring.write({"at": 1})
-        first, *others = deliveries(held_by(holding, 4))
+        first, *others = identities(held_by(holding, 4))
         ring.end_data()
         eventually(lambda: holding.take(4, 0.0) == [] and holding.all_written(), "all is written, and held")
         for consumed in others[:2]:
             holding.consume([consumed])
             holding.give_back([first], delay_s=0.1)
             assert not holding.all_written()
-            [first] = deliveries(held_by(holding, 1))
+            [first] = identities(held_by(holding, 1))
             eventually(lambda: holding.take(4, 0.0) == [] and holding.all_written(), "it is held again")
 
 
@@ -348,11 +348,11 @@ def test_rings_here_and_elsewhere_are_one_holding(prefix: str) -> None:
             for _ in range(3):
                 ring.write_raw(b"any")
         samples = held_by(holding, 6)
-        assert Counter(each.delivery[0] for each in samples) == {here.ring_id: 3, there.ring_id: 3}
+        assert Counter(each.identity[0] for each in samples) == {here.ring_id: 3, there.ring_id: 3}
         assert by_ring(holding) == {here.ring_id: 3, there.ring_id: 3}
-        holding.give_back(deliveries(samples[::2]))
+        holding.give_back(identities(samples[::2]))
         again = held_by(holding, 3)
-        asked = deliveries([*again, *samples[1::2]])
+        asked = identities([*again, *samples[1::2]])
         holding.consume(asked)
         assert settled(holding, 6) == dict.fromkeys(asked, True) and free(here) and free(there)
 

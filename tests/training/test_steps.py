@@ -654,7 +654,7 @@ def test_a_step_whose_consume_was_interrupted_is_in_the_record_when_it_is_repeat
             trainer.consume()
         trainer.consume()
         record = trainer.record
-        assert not any(record.accept(*identity) for identity in step.identities)
+        assert not any(record.accept(*delivery) for delivery in step.deliveries)
 
 
 def test_the_end_of_a_group_lasts_as_long_as_its_samples(ring: SharedRingBuffer, prefix: str, wire: str) -> None:

@@ -22,9 +22,7 @@ from transport.errors import PayloadDamagedError, RankError, SchemaError, Transp
 from transport.joined.parents import FIELD, Parent, check_rank, parents_of
 from transport.ring.parts import field_names
 from transport.schema import PayloadLayout
-from transport.ticket import Ticket
-
-Identity = tuple[str, int, int]
+from transport.ticket import Identity, Ticket
 
 MAX_DEPTH: Final = 4
 """Generations of parents above a payload."""

@@ -16,6 +16,7 @@ from transport.errors import UsageError
 from transport.packer.group_names import GroupNames
 from transport.runtime.decoders import ready
 from transport.settings import DEFAULTS, Settings
+from transport.ticket import Delivery
 
 GENERATION_BITS = 30
 _GENERATIONS = 1 << GENERATION_BITS
@@ -73,7 +74,7 @@ class ConsumedRecord:
             raise UsageError(f"slot={slot}, generation={generation}, rank={rank}: give 0 to 2**63 - 1")
         return self.accept_all([(ring, slot, generation, rank)]) == 1
 
-    def accept_all(self, payloads: Iterable[tuple[str, int, int, int]]) -> int:
+    def accept_all(self, payloads: Iterable[Delivery]) -> int:
         """Record payloads as consumed, as `accept` does, and return how many were new. None of them is checked."""
         of: str | None = None
         slots: dict[tuple[int, int], int] = {}

@@ -43,7 +43,7 @@ from transport.runtime.arguments import several, waiting
 from transport.runtime.progress import Progress
 from transport.schema import Schema
 from transport.settings import _MAX_FETCH_ROUNDS
-from transport.ticket import Ticket
+from transport.ticket import Identity, Ticket
 
 __all__ = [
     "_MAX_FETCH_ROUNDS",
@@ -208,7 +208,7 @@ class UCXXDataPackerMixin(WithBlock):
         self, packer: PackerSession, todo: list[FetchedItem], batch: FetchedBatch, deadline: Deadline
     ) -> None:
         """One call for every ticket, with small payloads in shared messages; then the remaining calls for failures."""
-        by_identity: dict[tuple[str, int, int], list[FetchedItem]] = {}
+        by_identity: dict[Identity, list[FetchedItem]] = {}
         for item in todo:
             by_identity.setdefault(item.ticket.identity, []).append(item)
         again: list[FetchedItem] = []

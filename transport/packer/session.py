@@ -20,7 +20,6 @@ import msgspec
 
 from transport.client.blocking import statistics_of
 from transport.client.client import UCXXClient, WirePolicy
-from transport.client.connections.acknowledgements import Identity
 from transport.client.retry import Deadline, Retry
 from transport.config import Configuration
 from transport.errors import StaleSlotError, TransportError, bare
@@ -36,7 +35,7 @@ from transport.runtime.progress import Progress, bar, silent
 from transport.schema import Schema
 from transport.settings import Settings
 from transport.store.directory import Directory
-from transport.ticket import Ticket
+from transport.ticket import Identity, Ticket
 
 log = logging.getLogger(__name__)
 

@@ -45,7 +45,7 @@ from transport.ring.writes import PlannedWrite, Terms, Tickets, metadata_of, ter
 from transport.runtime.arguments import waiting
 from transport.runtime.descriptors import OF_A_RING, promised
 from transport.schema import NOTHING, Schema
-from transport.ticket import NO_SCHEMA, Ticket
+from transport.ticket import NO_SCHEMA, Identity, Ticket
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class SharedRingBuffer(Attachment):
         self.fingerprint = native.fingerprint
         self.most_views = max(int(self.slot_count * _VIEWED_SHARE), 1)
         self._ranks = ranks_of(native.consumers) if writable else 0
-        self._originals: set[tuple[str, int, int]] = set()  # of what was copied into it
+        self._originals: set[Identity] = set()  # of what was copied into it
         self._warned_of_views = False
         if writable:
             share_here(self)
@@ -441,7 +441,7 @@ class SharedRingBuffer(Attachment):
         self._originals.add(ticket.origin)
         return lease.ticket
 
-    def originals(self) -> set[tuple[str, int, int]]:
+    def originals(self) -> set[Identity]:
         """`Ticket.origin` of all that `write_copy` of this object has written, and of what is unread."""
         return self._originals | {ticket.origin for ticket in self.tickets()}
 

@@ -16,8 +16,7 @@ from typing import Any, Final, Literal, NamedTuple, get_args
 
 from transport.group import EndOf
 from transport.runtime.decoders import hiding
-from transport.ticket import Ticket
-from transport.training.holding import Delivery
+from transport.ticket import Identity, Ticket
 
 SETTLE_S: Final = 1.0  # in which samples of other rings come that were written before `end_group`
 
@@ -35,13 +34,13 @@ class Arrival(NamedTuple):
         origin: the identity under which it was first written, which a record has.
     """
 
-    delivery: Delivery
+    identity: Identity
     group: str
     of: int | None
     tokens: int
     version: int | None
     note: bytes
-    origin: Delivery
+    origin: Identity
 
 
 class Group(Sequence[Ticket]):
@@ -50,7 +49,7 @@ class Group(Sequence[Ticket]):
     Attributes:
         name: that its rollouts gave it.
         of: of how many samples it should be; None: not known.
-        marks: deliveries that said its end, and what each was at first.
+        marks: payloads that said its end, and what each was at first.
     """
 
     def __init__(self, name: str, since: float) -> None:
@@ -58,7 +57,7 @@ class Group(Sequence[Ticket]):
         self.of: int | None = None
         self.since = since  # when its first sample came
         self.ended_at: float | None = None
-        self.marks: dict[Delivery, Delivery] = {}
+        self.marks: dict[Identity, Identity] = {}
         self._written: dict[str, int] = {}  # by ring, as the ends say
         self.chosen = False
         self.samples: list[Arrival] = []
@@ -91,13 +90,13 @@ class Group(Sequence[Ticket]):
         return [each.version for each in self.samples]
 
     @property
-    def deliveries(self) -> list[Delivery]:
+    def identities(self) -> list[Identity]:
         """All that the rings have of it."""
-        return [*(each.delivery for each in self.samples), *self.marks]
+        return [*(each.identity for each in self.samples), *self.marks]
 
     @property
-    def origins(self) -> list[Delivery]:
-        """Deliveries that all of these were at first."""
+    def origins(self) -> list[Identity]:
+        """Identities that all of these had at first."""
         return [*(each.origin for each in self.samples), *self.marks.values()]
 
     def ends(self, ring: str, written: int | None, now: float) -> None:
@@ -146,7 +145,7 @@ class Assembly:
         self._short = short
         self._open: dict[str, Group] = {}
         self._complete: list[Group] = []
-        self._known: dict[Delivery, Delivery] = {}  # by origin
+        self._known: dict[Identity, Identity] = {}  # by origin
         self._whole: set[str] = set()  # names of groups that are complete
 
     def __repr__(self) -> str:
@@ -180,8 +179,8 @@ class Assembly:
         One that is there already came again, since its claim was lost for a moment.
         """
         if sample.origin in self._known or sample.group in self._whole:
-            return self._known.get(sample.origin) == sample.delivery
-        self._known[sample.origin] = sample.delivery
+            return self._known.get(sample.origin) == sample.identity
+        self._known[sample.origin] = sample.identity
         if not sample.group:
             alone = Group("", now)
             alone.of, alone.samples = 1, [sample]
@@ -195,7 +194,7 @@ class Assembly:
         self._settle(group)
         return True
 
-    def end(self, end: EndOf, mark: Delivery, origin: Delivery, now: float) -> bool:
+    def end(self, end: EndOf, mark: Identity, origin: Identity, now: float) -> bool:
         """Note that no more samples of a group are written, as the payload without fields at ``mark`` says.
 
         False: it is there from another ring, or its group is complete without it.
@@ -222,26 +221,26 @@ class Assembly:
         self._complete.append(group)
         self._complete.sort(key=lambda each: each.since)
 
-    def lose(self, deliveries: Iterable[Delivery]) -> None:
+    def lose(self, identities: Iterable[Identity]) -> None:
         """Note samples whose claims are lost: they come again, or others have them. Their groups are open again."""
-        lost = set(deliveries)
+        lost = set(identities)
         for group in [*self._complete, *self._open.values()] if lost else []:
-            if lost.isdisjoint(group.deliveries):
+            if lost.isdisjoint(group.identities):
                 continue
-            for delivery, origin in zip(group.deliveries, group.origins, strict=True):
-                if delivery in lost:
+            for identity, origin in zip(group.identities, group.origins, strict=True):
+                if identity in lost:
                     del self._known[origin]
-            group.samples = [each for each in group.samples if each.delivery not in lost]
+            group.samples = [each for each in group.samples if each.identity not in lost]
             group.marks = {mark: origin for mark, origin in group.marks.items() if mark not in lost}
             if not group.marks:
                 group.goes_on()
             if self._open.get(group.name) is group:
-                if not group.deliveries:
+                if not group.identities:
                     del self._open[group.name]
                 continue
             self._complete.remove(group)
             self._whole.discard(group.name)
-            if not group.deliveries:
+            if not group.identities:
                 continue
             other = self._open.setdefault(group.name, group)
             if other is not group:

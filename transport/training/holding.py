@@ -1,8 +1,8 @@
 """Holding: claims of a run's rings that a planner has taken, here and elsewhere, without a byte of their payloads.
 
     samples = holding.take(256, timeout_s=0.1)         # tickets and what rings say of them
-    holding.consume(each.delivery for each in samples) # asks, and does not wait
-    holding.settle()                                   # {delivery: True, …}, as the rings answer
+    holding.consume(each.identity for each in samples) # asks, and does not wait
+    holding.settle()                                   # {identity: True, …}, as the rings answer
 
     held ──consume──► asked ──(the ring's answer)──► consumed, or another's
       │                 ▲└────(out of reach)───────► in question, and held: `consume` asks again
@@ -29,10 +29,7 @@ from transport.claims.taken_part import TakenPart
 from transport.errors import ClosedError
 from transport.ring.batch import columns_of
 from transport.runtime.decoders import hiding
-from transport.ticket import Ticket
-
-Delivery = tuple[str, int, int]
-"""Ring id, slot and generation of a payload."""
+from transport.ticket import Identity, Ticket
 
 _CONSUMED = int(Verdict.CONSUMED)
 _CROWDED: Final = 0.75  # of a ring's slots, held by groups that wait: a warning says so
@@ -49,7 +46,7 @@ class HeldSample(NamedTuple):
         version: of the policy that made it, where the writer said so.
     """
 
-    delivery: Delivery
+    identity: Identity
     note: bytes
     rank: int
     attempts: int
@@ -104,7 +101,7 @@ class _There:
 
 
 _Held = _Here | _There
-_Group = list[tuple[Delivery, _There]]  # of one answer, in its order
+_Group = list[tuple[Identity, _There]]  # of one answer, in its order
 _Groups = dict[ClaimedRows, _Group]
 
 
@@ -123,8 +120,8 @@ class Holding:
         self._rings = rings
         self._rank = rank
         self._consumer = consumer
-        self._held: dict[Delivery, _Held] = {}
-        self._answers: list[tuple[Delivery, _Held | None, bool | None]] = []  # not looked at yet
+        self._held: dict[Identity, _Held] = {}
+        self._answers: list[tuple[Identity, _Held | None, bool | None]] = []  # not looked at yet
         self._asked: list[tuple[ClaimedRows, _Group]] = []  # of rings elsewhere that have not answered
         self._closed = False
 
@@ -134,12 +131,12 @@ class Holding:
     def __len__(self) -> int:
         return len(self._held)
 
-    def __contains__(self, delivery: Delivery) -> bool:
-        return delivery in self._held
+    def __contains__(self, identity: Identity) -> bool:
+        return identity in self._held
 
     @property
-    def deliveries(self) -> list[Delivery]:
-        """Deliveries that are held, also where a ring was asked and has not answered."""
+    def identities(self) -> list[Identity]:
+        """Identities of what is held, also where a ring was asked and has not answered."""
         return list(self._held)
 
     def take(self, n: int, timeout_s: float = 0.0, oldest_version: int | None = None) -> list[HeldSample]:
@@ -161,27 +158,27 @@ class Holding:
             rows = columns_of([part]).T.tolist()
             for row, note, held in zip(rows, notes, _claims_of(part), strict=True):
                 slot, generation, rank, attempts, size, version, _, in_vain = row
-                delivery = (part.ring, slot, generation)
-                self._held[delivery] = held
+                identity = (part.ring, slot, generation)
+                self._held[identity] = held
                 known = None if version == _ring.NO_VERSION else version
-                samples.append(HeldSample(delivery, note, rank, attempts, in_vain, size, known))
+                samples.append(HeldSample(identity, note, rank, attempts, in_vain, size, known))
         return samples
 
     # --- ends ---------------------------------------------------------------------------------------
-    def consume(self, deliveries: Iterable[Delivery]) -> None:
+    def consume(self, identities: Iterable[Identity]) -> None:
         """Ask the rings to consume what was learned, without a wait: `settle` has their answers, one for each."""
-        here, there, strange = self._divided(deliveries)
-        self._answers += [(delivery, None, False) for delivery in strange]
-        for delivery, held in here:
+        here, there, strange = self._divided(identities)
+        self._answers += [(identity, None, False) for identity in strange]
+        for identity, held in here:
             held.asked = True
-            self._answers.append((delivery, held, held.consumed()))
+            self._answers.append((identity, held, held.consumed()))
         for claims, group in there.items():
             for _, each in group:
                 each.asked = True
             claims.end(_positions(group), CONSUME)
             self._asked.append((claims, group))
 
-    def settle(self) -> dict[Delivery, bool | None]:
+    def settle(self) -> dict[Identity, bool | None]:
         """Return the answers that have come since the last call; those deliveries are held no longer, but for None.
 
         True: consumed. False: its claim had ended, and others may have it, or this holding by another `take`. None: its
@@ -193,38 +190,38 @@ class Holding:
                 self._asked.append((claims, group))
                 continue
             verdicts = claims.verdicts[_positions(group)].tolist()
-            for (delivery, held), verdict in zip(group, verdicts, strict=True):
-                self._answers.append((delivery, held, None if verdict < _CONSUMED else verdict == _CONSUMED))
-        found: dict[Delivery, bool | None] = {}
+            for (identity, held), verdict in zip(group, verdicts, strict=True):
+                self._answers.append((identity, held, None if verdict < _CONSUMED else verdict == _CONSUMED))
+        found: dict[Identity, bool | None] = {}
         answers, self._answers = self._answers, []
-        for delivery, claim, consumed in answers:
-            found[delivery] = consumed
-            if consumed is not None and self._held.get(delivery) is claim:
-                self._held.pop(delivery, None)
+        for identity, claim, consumed in answers:
+            found[identity] = consumed
+            if consumed is not None and self._held.get(identity) is claim:
+                self._held.pop(identity, None)
         return found
 
-    def give_back(self, deliveries: Iterable[Delivery], delay_s: float = 0.0, *, in_vain: bool = True) -> None:
+    def give_back(self, identities: Iterable[Identity], delay_s: float = 0.0, *, in_vain: bool = True) -> None:
         """Let others claim these after the delay; ``in_vain``: it counts towards ``max_deliveries``."""
         self._end(
-            deliveries,
+            identities,
             lambda claim: claim.release(delay_s, in_vain),
             lambda claims, positions: claims.return_soon(positions, delay_s, in_vain),
         )
 
-    def discard(self, deliveries: Iterable[Delivery], reason: str) -> None:
+    def discard(self, identities: Iterable[Identity], reason: str) -> None:
         """Have these deliveries dead, for this reason: nobody gets them."""
         end = End(Verdict.DEAD, reason, self._consumer)
         self._end(
-            deliveries,
+            identities,
             lambda claim: claim.drop(0, end.reason, True, end.consumer),
             lambda claims, positions: claims.end(positions, end),
         )
 
-    def lost(self) -> set[Delivery]:
+    def lost(self) -> set[Identity]:
         """Return what was held, and is not any more, since its connection broke or its lease is over; each once."""
-        lost = {delivery for delivery, held in self._held.items() if held.lost}
-        for delivery in lost:
-            del self._held[delivery]
+        lost = {identity for identity, held in self._held.items() if held.lost}
+        for identity in lost:
+            del self._held[identity]
         return lost
 
     def rings(self) -> set[str]:
@@ -248,33 +245,33 @@ class Holding:
 
     def _end(
         self,
-        deliveries: Iterable[Delivery],
+        identities: Iterable[Identity],
         end_here: Callable[[_ring.ClaimedBatch], object],
         end_there: Callable[[ClaimedRows, Positions], object],
     ) -> None:
         """Let go of these; their claims end so, those elsewhere on the loop."""
-        here, there, _ = self._divided(deliveries)
+        here, there, _ = self._divided(identities)
         for _, held in here:
             with suppress(ClosedError):  # the claim has ended with its ring
                 end_here(held.claim)
         for claims, group in there.items():
             end_there(claims, _positions(group))
-        for delivery in [each for each, _ in here] + [each for group in there.values() for each, _ in group]:
-            self._held.pop(delivery, None)
+        for identity in [each for each, _ in here] + [each for group in there.values() for each, _ in group]:
+            self._held.pop(identity, None)
 
-    def _divided(self, deliveries: Iterable[Delivery]) -> tuple[list[tuple[Delivery, _Here]], _Groups, list[Delivery]]:
+    def _divided(self, identities: Iterable[Identity]) -> tuple[list[tuple[Identity, _Here]], _Groups, list[Identity]]:
         """Deliveries of mapped rings, of rings elsewhere by the answers that brought them, and what is not held."""
-        here: list[tuple[Delivery, _Here]] = []
+        here: list[tuple[Identity, _Here]] = []
         there: _Groups = {}
-        strange: list[Delivery] = []
-        for delivery in dict.fromkeys(deliveries):
-            held = self._held.get(delivery)
+        strange: list[Identity] = []
+        for identity in dict.fromkeys(identities):
+            held = self._held.get(identity)
             if held is None:
-                strange.append(delivery)
+                strange.append(identity)
             elif isinstance(held, _Here):
-                here.append((delivery, held))
+                here.append((identity, held))
             else:
-                there.setdefault(held.claims, []).append((delivery, held))
+                there.setdefault(held.claims, []).append((identity, held))
         for group in there.values():
             group.sort(key=lambda each: each[1].position)
         return here, there, strange

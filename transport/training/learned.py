@@ -8,7 +8,7 @@ from typing import Protocol
 
 from transport.errors import UsageError
 from transport.packer.consumed_record import ConsumedRecord
-from transport.training.step_records import Identity
+from transport.ticket import Delivery
 
 
 class LearnedStep(Protocol):
@@ -18,7 +18,7 @@ class LearnedStep(Protocol):
     groups: list[str]
 
     @property
-    def identities(self) -> Sequence[Identity]: ...
+    def deliveries(self) -> Sequence[Delivery]: ...
 
     def consume(self) -> None: ...
 
@@ -100,8 +100,8 @@ class Learned:
         self.accepted.pop(step.number, None)  # last: what stays accepted is consumed by the next call
 
     def _note(self, record: ConsumedRecord, step: LearnedStep) -> None:
-        for identity in step.identities:
-            record.accept(*identity)
+        for delivery in step.deliveries:
+            record.accept(*delivery)
         record.groups.add(step.groups)
         if self.mesh:
             record.steps[self.mesh] = max(step.number, record.steps.get(self.mesh, -1))

@@ -31,10 +31,10 @@ from transport.errors import StoreError, TransportError
 from transport.group import returned
 from transport.runtime.error_text import error_text
 from transport.runtime.logs import LOOK_S, SAY_AGAIN_S, LogLimit
-from transport.ticket import Ticket
+from transport.ticket import Identity, Ticket
 from transport.training.assembling import Arrival, Assembly, GivenUp, Group, Reason
 from transport.training.counts import StepCounts
-from transport.training.holding import Delivery, HeldSample, Holding
+from transport.training.holding import HeldSample, Holding
 from transport.training.layout import lay_out
 from transport.training.learned import Learned
 from transport.training.step_records import PlannedGroup, PlannedPart, PlannedStep, StepRecords
@@ -121,14 +121,14 @@ class Planner:
         self._renew_at = 0.0
         self._steps: dict[int, PlannedStep] = {}  # neither consumed nor void
         self._voids: set[int] = set()  # steps that were said to be
-        self._reserved: set[Delivery] = set()  # what they have
-        self._origins: set[Delivery] = set()  # of what they have
+        self._reserved: set[Identity] = set()  # what they have
+        self._origins: set[Identity] = set()  # of what they have
         self._names: set[str] = set()  # of their groups
-        self._late: dict[Delivery, HeldSample] = {}  # wait for what becomes of a group, or of a step
+        self._late: dict[Identity, HeldSample] = {}  # wait for what becomes of a group, or of a step
         self._decided = False  # something has become of one
-        self._consumed: dict[int, set[Delivery]] = {}  # steps whose rings have not answered for all
+        self._consumed: dict[int, set[Identity]] = {}  # steps whose rings have not answered for all
         self._lost_since: dict[int, float] = {}  # claims of steps
-        self._spent: set[Delivery] = set()  # of those that were consumed behind the checkpoint of this start
+        self._spent: set[Identity] = set()  # of those that were consumed behind the checkpoint of this start
         self._done: list[int] = []
         self._next = 0
         self._end: int | None = None
@@ -253,7 +253,7 @@ class Planner:
                 if self._model.is_of_model(step.number):
                     self._note_learned(step)
                 else:
-                    self._spent.update(step.deliveries())
+                    self._spent.update(step.identities())
                 self._consume(step)
             else:
                 if state != "void" and step.shape != self._shape:
@@ -266,7 +266,7 @@ class Planner:
         if self._term:
             log.warning("the steps of this mesh are planned anew from its records")
         self._term, self._end, self._renew_at = 0, None, 0.0
-        self._holding.give_back(self._holding.deliveries, in_vain=False)
+        self._holding.give_back(self._holding.identities, in_vain=False)
         self._assembly = Assembly(timeout_s=self._terms.group_timeout_s, short=self._terms.incomplete == "short")
         self._steps.clear()
         self._reserved.clear()
@@ -281,14 +281,14 @@ class Planner:
     def _stands(self, step: PlannedStep) -> None:
         """Note a step that `_look_at_steps` has not seen consumed or void."""
         self._steps[step.number] = step
-        self._reserved.update(step.deliveries())
+        self._reserved.update(step.identities())
         self._origins.update(step.origins())
         self._names.update(step.names())
 
     def _is_decided(self, step: PlannedStep) -> None:
         """Note that a step is consumed, or void."""
         del self._steps[step.number]
-        self._reserved.difference_update(step.deliveries())
+        self._reserved.difference_update(step.identities())
         self._origins.difference_update(step.origins())
         self._names.difference_update(step.names())
         self._lost_since.pop(step.number, None)
@@ -313,7 +313,7 @@ class Planner:
                     self._voids.add(step.number)
                     self._counts.void_steps += 1
                     log.warning("step %d is void, and its groups come again: %s", step.number, why)
-                held = [each for each in step.deliveries() if each in self._holding]
+                held = [each for each in step.identities() if each in self._holding]
                 self._holding.give_back([each for each in held if each in unread], _BACK_S)
                 self._holding.give_back([each for each in held if each not in unread], _BACK_S, in_vain=False)
                 self._done.append(step.number)
@@ -321,7 +321,7 @@ class Planner:
     def _give_up_lost(self, step: PlannedStep) -> None:
         """Make a step void that not all have read, where claims of it are lost and do not come back: rings are gone."""
         now = time.monotonic()
-        lost = {each[0] for each in step.deliveries() if each not in self._holding}
+        lost = {each[0] for each in step.identities() if each not in self._holding}
         if not lost:
             self._lost_since.pop(step.number, None)
             return
@@ -334,12 +334,12 @@ class Planner:
             self._records.cannot_read(step.number, why, [])
 
     def _note_learned(self, step: PlannedStep) -> None:
-        for identity in step.identities():
-            self._learned.accept(*identity)
+        for delivery in step.deliveries():
+            self._learned.accept(*delivery)
         self._learned.groups.add(step.names())
 
     def _consume(self, step: PlannedStep) -> None:
-        held = [each for each in step.deliveries() if each in self._holding]
+        held = [each for each in step.identities() if each in self._holding]
         self._holding.consume(held)
         self._consumed[step.number] = set(held)
 
@@ -362,27 +362,27 @@ class Planner:
         if not self._decided:
             return []
         late, self._late, self._decided = self._late, {}, False
-        return [each for each in late.values() if each.delivery in self._holding]
+        return [each for each in late.values() if each.identity in self._holding]
 
     def _came(self, sample: HeldSample, now: float) -> None:
-        delivery = sample.delivery
-        if delivery in self._reserved:  # of a step that another planner made
+        identity = sample.identity
+        if identity in self._reserved:  # of a step that another planner made
             return
         try:
             ticket = Ticket.decode(sample.note)
             end, group = ticket.ends_group, ticket.group
             name = end.name if end is not None else group.name if group is not None else ""
-            if delivery in self._spent or self._learned.contains(*ticket.origin, sample.rank):
-                if ticket.origin != delivery and self._model.trusts:
+            if identity in self._spent or self._learned.contains(*ticket.origin, sample.rank):
+                if ticket.origin != identity and self._model.trusts:
                     self._say_restored(ticket)
-                self._holding.consume([delivery])
+                self._holding.consume([identity])
             elif not self._assembly.waits_for(name) and name in self._learned.groups:
-                self._leave_out(delivery, name, is_sample=end is None)
+                self._leave_out(identity, name, is_sample=end is None)
             elif ticket.origin in self._origins or name in self._names or not self._add(sample, ticket, now):
-                self._late[delivery] = sample
+                self._late[identity] = sample
         except TransportError as error:
-            log.warning("a payload of ring %s was discarded: %s", delivery[0][:8], error_text(error))
-            self._holding.discard([delivery], error_text(error))
+            log.warning("a payload of ring %s was discarded: %s", identity[0][:8], error_text(error))
+            self._holding.discard([identity], error_text(error))
 
     def _say_restored(self, ticket: Ticket) -> None:
         if self._restored_said.due() is not None:
@@ -395,20 +395,20 @@ class Planner:
     def _add(self, sample: HeldSample, ticket: Ticket, now: float) -> bool:
         """Add it to its group. False: it waits for what becomes of that."""
         if ticket.ends_group is not None:
-            return self._assembly.end(ticket.ends_group, sample.delivery, ticket.origin, now)
+            return self._assembly.end(ticket.ends_group, sample.identity, ticket.origin, now)
         self._fits(ticket)
         group = ticket.group
         tokens = sample.size if group is None or group.tokens is None else group.tokens
         name, of = ("", 1) if group is None else (group.name, group.of)
-        arrival = Arrival(sample.delivery, name, of, tokens, sample.version, sample.note, ticket.origin)
+        arrival = Arrival(sample.identity, name, of, tokens, sample.version, sample.note, ticket.origin)
         return self._assembly.add(arrival, now)
 
-    def _leave_out(self, delivery: Delivery, name: str, *, is_sample: bool) -> None:
+    def _leave_out(self, identity: Identity, name: str, *, is_sample: bool) -> None:
         """End what comes of a group that was learned."""
         if not is_sample:
-            self._holding.consume([delivery])
+            self._holding.consume([identity])
             return
-        self._holding.discard([delivery], f"group {name!r} was learned without it")
+        self._holding.discard([identity], f"group {name!r} was learned without it")
         self._counts.surplus += 1
         if self._surplus_said.due() is not None:
             log.warning(
@@ -428,7 +428,7 @@ class Planner:
             self._say_given_up(given_up)
             returns = reason == "stale" and self._terms.stale == "return"
             told = returned(group.name) if returns else f"its group: {why}"
-            self._holding.discard([each.delivery for each in group.samples], told)
+            self._holding.discard([each.identity for each in group.samples], told)
             self._holding.consume(group.marks)
             if group.samples:
                 self._drop(group, reason)
@@ -474,7 +474,7 @@ class Planner:
             if self._terms.choose is not None and not self._terms.choose(group):
                 self._assembly.leave(group)
                 self._decided = True
-                self._holding.consume(group.deliveries)
+                self._holding.consume(group.identities)
                 self._drop(group, "not chosen")
         if self._enough():
             self._write(self._assembly.pick(self._terms.groups))
@@ -486,7 +486,7 @@ class Planner:
                 return
             for group in rest:
                 log.info("group %r is left out: fewer than %d groups are left", group.name, self._terms.groups)
-                self._holding.consume(group.deliveries)
+                self._holding.consume(group.identities)
                 self._drop(group, "tail")
                 self._decided = True
             if not self._decided:  # else what has waited for that comes first
@@ -517,7 +517,7 @@ class Planner:
     def waiting(self) -> Mapping[str, int]:
         """Return by ring how many claims wait for their group, or for a step."""
         groups = (*self._assembly.complete, *self._assembly.open)
-        return Counter(ring for ring, *_ in (*self._late, *(each for group in groups for each in group.deliveries)))
+        return Counter(ring for ring, *_ in (*self._late, *(each for group in groups for each in group.identities)))
 
     def _write(self, groups: Sequence[Group]) -> None:
         layout = lay_out([group.tokens for group in groups], self._shape[0], self._terms.max_tokens)
@@ -525,7 +525,7 @@ class Planner:
             PlannedGroup(
                 group.name,
                 group.tokens,
-                [each.delivery for each in group.samples],
+                [each.identity for each in group.samples],
                 [(*each.origin, self._rank) for each in group.samples],
                 list(group.marks),
                 len(group) < (group.of or 0),

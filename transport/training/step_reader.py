@@ -27,8 +27,7 @@ from transport.runtime.error_text import error_text
 from transport.runtime.logs import LOOK_S, LogLimit
 from transport.schema import Schema
 from transport.settings import Settings
-from transport.ticket import Ticket
-from transport.training.holding import Delivery
+from transport.ticket import Identity, Ticket
 from transport.training.layout import SampleSize
 from transport.training.mesh import Mesh
 from transport.training.micro_batch import MicroBatch
@@ -153,7 +152,7 @@ class StepReader:
         if planned.shape != (self._mesh.dp, self._mesh.tp):
             return await self._wait(partial(self._over, number)) or None
         part = await self._wait(partial(self._records.part, number, self._mesh.replica))
-        unread: list[Delivery] = []
+        unread: list[Identity] = []
         try:
             micro_batches = await self._unless_void(
                 number, self._micro_batches(part, planned.samples(self._mesh.replica), unread)
@@ -189,7 +188,7 @@ class StepReader:
         [state] = self._records.states([number])
         return "void" if state == "planned" and self._records.wait(number, 0.0) is None else state  # it is forgotten
 
-    async def _made_void(self, number: int, why: str, unread: Sequence[Delivery], *, wait: bool) -> bool:
+    async def _made_void(self, number: int, why: str, unread: Sequence[Identity], *, wait: bool) -> bool:
         """Say that this rank cannot read a step. False: the others train on it.
 
         Where every rank has begun anew, the others take back what they have voted on it: that is waited for.
@@ -255,7 +254,7 @@ class StepReader:
                 await away.failed(error)
 
     async def _micro_batches(
-        self, part: PlannedPart, samples: Sequence[Sequence[SampleSize]], unread: list[Delivery]
+        self, part: PlannedPart, samples: Sequence[Sequence[SampleSize]], unread: list[Identity]
     ) -> list[MicroBatch]:
         """Read and lay out what this rank trains on; ``unread`` grows by what cannot be."""
         notes = [note for micro in part.tickets for note in micro]
@@ -279,7 +278,7 @@ class StepReader:
             raise SchemaError(f"{gathered.dropped} payloads do not fit the schema of this trainer")
         return MicroBatch(parts, gathered, self._shape, self._schemas)
 
-    async def _payloads(self, notes: Sequence[bytes], unread: list[Delivery]) -> list[Payload]:
+    async def _payloads(self, notes: Sequence[bytes], unread: list[Identity]) -> list[Payload]:
         """Read them all; those that fail are read again, until the time for a batch is over."""
         begun = time.monotonic()
         give_up = begun + self._settings.batch_deadline_s

@@ -27,10 +27,9 @@ from transport.runtime.decoders import hiding, ready
 from transport.store.base import ABSENT, Change, Entry, Store, check_key
 from transport.store.decision import Next, advance, decide
 from transport.store.stored import decode, encode
-from transport.training.holding import Delivery
+from transport.ticket import Delivery, Identity
 from transport.training.layout import SampleSize
 
-Identity = tuple[str, int, int, int]  # ring, slot, generation, rank of its readers
 State = Literal["planned", "go", "consumed", "void"]
 
 READ: Final = "read"
@@ -41,16 +40,17 @@ class PlannedGroup(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     """A group of a plan.
 
     Attributes:
-        identities: what a record has of its samples, who keep it when they are restored into another ring.
+        identities: of its samples where they are.
+        deliveries: what a record has of its samples, who keep it when they are restored into another ring.
         marks: payloads without fields that say its end.
         short: it has fewer samples than it should.
     """
 
     name: str
     tokens: list[int]
-    deliveries: list[Delivery]
     identities: list[Identity]
-    marks: list[Delivery] = []
+    deliveries: list[Delivery]
+    marks: list[Identity] = []
     short: bool = False
 
 
@@ -74,17 +74,17 @@ class PlannedStep(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
         """True if there is no such step, since the data has ended."""
         return not self.layout
 
-    def deliveries(self) -> list[Delivery]:
-        """Return what the step has of the rings."""
-        return [each for group in self.groups for each in (*group.deliveries, *group.marks)]
-
     def identities(self) -> list[Identity]:
-        """Return what a record has of its samples."""
-        return [each for group in self.groups for each in group.identities]
+        """Return what the step has of the rings."""
+        return [each for group in self.groups for each in (*group.identities, *group.marks)]
 
-    def origins(self) -> list[Delivery]:
+    def deliveries(self) -> list[Delivery]:
+        """Return what a record has of its samples."""
+        return [each for group in self.groups for each in group.deliveries]
+
+    def origins(self) -> list[Identity]:
         """Return as what its samples were first written."""
-        return [(ring, slot, generation) for ring, slot, generation, _ in self.identities()]
+        return [(ring, slot, generation) for ring, slot, generation, _ in self.deliveries()]
 
     def names(self) -> list[str]:
         """Return the names of its groups, of those that have one."""
@@ -108,7 +108,7 @@ class _Followed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
     state: State
     why: str = ""
-    unread: list[Delivery] = []
+    unread: list[Identity] = []
 
 
 class _Planner(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -258,7 +258,7 @@ class StepRecords:
         keys = [self._key("step", number), self._key("state", number), *parts, *votes]
         self._as_planner([Change(key, None) for key in keys])
 
-    def void(self, number: int) -> tuple[str, set[Delivery]]:
+    def void(self, number: int) -> tuple[str, set[Identity]]:
         """Return why a step is void, and what could not be read of it."""
         (found,) = self._followed([number])
         return found.why, set(found.unread)
@@ -303,7 +303,7 @@ class StepRecords:
         """Vote that this rank knows that there is no step of this number."""
         self._vote(number, READ)
 
-    def cannot_read(self, number: int, why: str, unread: Sequence[Delivery]) -> None:
+    def cannot_read(self, number: int, why: str, unread: Sequence[Identity]) -> None:
         """Say that this rank cannot have what it is to train on: no rank trains on the step, unless all have read."""
         self._advance(number, "planned", _Followed("void", why, list(unread)))
 

@@ -23,6 +23,7 @@ import numpy as np
 
 from transport.errors import ClosedError, PayloadLostError, StoreError, TransportError, UsageError
 from transport.runtime.loop_thread import Job, LoopThread, gone
+from transport.ticket import Delivery
 from transport.training.counts import StepCounts
 from transport.training.layout import SampleSize
 from transport.training.learned import Learned
@@ -30,7 +31,7 @@ from transport.training.mesh import Mesh
 from transport.training.micro_batch import MicroBatch
 from transport.training.planner import Planner
 from transport.training.step_reader import ReadStep, StepReader, StoreAway
-from transport.training.step_records import Identity, PlannedStep, StepRecords
+from transport.training.step_records import PlannedStep, StepRecords
 
 _SLICE_S: Final = 0.5  # of a wait for a step, after which a close is seen
 _FOLLOW_S: Final = 0.2  # until a rank that does not plan asks again whether it is to
@@ -79,9 +80,9 @@ class Step(Sequence[MicroBatch]):
         return float(ages[ages >= 0].mean()) if (ages >= 0).any() else 0.0
 
     @property
-    def identities(self) -> list[Identity]:
-        """Identities of all its samples, as a record has them."""
-        return self._planned.identities()
+    def deliveries(self) -> list[Delivery]:
+        """Deliveries of all its samples, as a record has them."""
+        return self._planned.deliveries()
 
     def accept(self) -> None:
         """Say that the model has learned from the step, which is consumed later: `Trainer.record` has it now.

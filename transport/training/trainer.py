@@ -64,7 +64,7 @@ from transport.runtime.loop_thread import LoopThread, gone
 from transport.schema import Schema
 from transport.store.memory import MemoryStore
 from transport.store.open import open_store
-from transport.ticket import ORIGIN, Ticket
+from transport.ticket import ORIGIN, Delivery, Ticket
 from transport.training.assembling import REASONS, Group, Reason
 from transport.training.batch import Batch, Claimed
 from transport.training.counts import StepCounts
@@ -89,7 +89,6 @@ _FILL_S: Final = 1.0
 _UNANSWERED: Final = 2  # batches whose `consume` has no answer yet, beside the one that is taken
 _ORIGIN: Final = ORIGIN.encode()
 _CONTEXT: Final = spans.CONTEXT.encode()
-Delivery = tuple[str, int, int, int]  # ring, slot, generation, rank
 _HELD_S: Final = 1.0  # until what another batch of this trainer has is claimed again
 
 

@@ -14,15 +14,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Container, Hashable
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from transport.runtime.decoders import hiding
 from transport.settings import DEFAULTS, Settings
+from transport.ticket import Delivery, Identity
 
 MOST_ACKS = 65_536
-
-Identity: TypeAlias = tuple[str, int, int]  # (ring, slot, generation)
-_Delivery: TypeAlias = tuple[str, int, int, int]  # an Ack without its key, which is a function of the rest
 
 
 @hiding("key")
@@ -73,9 +71,9 @@ class AckLedger:
         self._next_order = 0
         self._dropped = 0
         # Invariant: len() <= most, in the order of adding.
-        self._entries: dict[_Delivery, _HeldAck] = {}
+        self._entries: dict[Delivery, _HeldAck] = {}
         # Invariant: the entries without a connection, by ring, in the order of adding; no ring without any.
-        self._pending: dict[str, dict[_Delivery, _HeldAck]] = {}
+        self._pending: dict[str, dict[Delivery, _HeldAck]] = {}
         self._pending_count = 0
         # Invariant: every entry with a connection stands in one message of it, message numbers rising. An entry that
         # was settled meanwhile stays there: a message is confirmed or lost as a whole.
@@ -191,7 +189,7 @@ class AckLedger:
         Also for a connection that was closed gracefully but without a last answer.
         """
         returned = 0
-        by_ring: dict[str, dict[_Delivery, _HeldAck]] = {}
+        by_ring: dict[str, dict[Delivery, _HeldAck]] = {}
         for _, carried in self._sent.pop(connection, ()):
             for entry in carried:
                 delivery = entry.ack[:4]
@@ -252,13 +250,13 @@ class AckLedger:
         return max(oldest.added_at + self._delay_s, patience.until if patience else float("-inf"))
 
     # --- keeping the collections in step -----------------------------------------------------------
-    def _forget(self, delivery: _Delivery) -> None:
+    def _forget(self, delivery: Delivery) -> None:
         if self._entries.pop(delivery).connection is None:
             self._no_longer_pending(delivery)
         if self._patience and delivery[0] not in self._pending:
             self._patience.pop(delivery[0], None)
 
-    def _no_longer_pending(self, delivery: _Delivery) -> None:
+    def _no_longer_pending(self, delivery: Delivery) -> None:
         pending = self._pending[delivery[0]]
         del pending[delivery]
         self._pending_count -= 1
