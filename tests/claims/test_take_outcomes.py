@@ -155,7 +155,7 @@ async def test_what_was_consumed_is_told_by_a_ring_that_was_out_of_reach_when_it
                 server.close,
             )
             assert (await consume(batch, [0])).tolist() == [False]
-            assert "what became of 1 payloads, and no port of the ring has answered" in caplog.text
+            assert "what became of 1 payload, and no port of the ring has answered" in caplog.text
             port = int(address.rpartition(":")[2])
             monkeypatch.setattr(Outcomes, "patience_s", LONG_S)
             with UCXXServer(ring, ports=(port,), mode="thread"):
@@ -181,7 +181,7 @@ async def test_another_ring_at_the_ports_of_one_that_is_gone_leaves_its_finishes
                 batch, server.close, lambda: later.enter_context(UCXXServer(another, ports=(port,), mode="thread"))
             )
             assert (await consume(batch)).tolist() == [False]
-            assert "what became of 1 payloads, and no port of the ring knows" in caplog.text
+            assert "what became of 1 payload, and no port of the ring knows" in caplog.text
 
 
 @asynchronous

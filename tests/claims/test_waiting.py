@@ -238,7 +238,7 @@ def test_a_payload_that_is_looked_at_after_its_end_is_held(prefix: str, monkeypa
         view = seen(parts)[0].data
         assert consume(parts) == [True]
         del parts
-        assert "holds 1 payloads" in reason_of(queue, Why.FULL).text
+        assert "holds 1 payload:" in reason_of(queue, Why.FULL).text
         del view
         assert queue.why_nothing(0) is None
 

@@ -55,7 +55,7 @@ def test_epochs_are_listed_with_their_outcome(store: str, capsys: pytest.Capture
     assert lines[0] == f"run  epoch 1  step 10  checkpointed  2 files, 5.0 MB, 2027-01-15T08:00:00Z, {place}"
     assert lines[1] == "run  epoch 2  step 10  timed_out"
     assert "    x: uploaded, refused: not_elected, not elected" in lines
-    assert lines[-2:] == ["run  epoch 3  step 0  training", "1 of 3 epochs have a checkpoint"]
+    assert lines[-2:] == ["run  epoch 3  step 0  training", "1 of 3 epochs with a checkpoint"]
 
 
 def test_the_destination_knows_when_the_store_is_lost(
@@ -63,7 +63,7 @@ def test_the_destination_knows_when_the_store_is_lost(
 ) -> None:
     Path(store.removeprefix("sqlite://")).unlink()
     assert run(["cooldown", "status", "--destination", str(tmp_path), "--run", "run"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "1 of 2 epochs have a checkpoint"
+    assert capsys.readouterr().out.splitlines()[-1] == "1 of 2 epochs with a checkpoint"
 
 
 def test_a_destination_that_does_not_answer_leaves_the_records_as_they_are(

@@ -119,7 +119,7 @@ def test_with_a_grace_budget_it_waits_until_everything_is_read_and_logs_that(
     lines = [json.loads(line) for line in capfd.readouterr().err.splitlines() if line.startswith("{")]
     messages = [line["message"] for line in lines if line["logger"] == "transport.cli.serve"]
     assert f"segment {said['segment']}" in messages[0]
-    assert messages[1:] == [f"stopping: 1 payloads are unread, waiting up to {PATIENCE_S:.0f} s for their readers"]
+    assert messages[1:] == [f"stopping: 1 payload unread, waiting up to {PATIENCE_S:.0f} s for the readers"]
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ from transport.store.memory import MemoryStore
 from transport.training import planner
 from transport.training.holding import Holding
 from transport.training.mesh import Mesh
+from transport.training.micro_batch import MicroBatch
 from transport.training.planner import Planner
 from transport.training.step_records import PlannedPart, PlannedStep, StepRecords
 from transport.training.steps import Step
@@ -994,6 +995,11 @@ def test_a_planner_that_has_nothing_to_plan_renews_its_lead(prefix: str, monkeyp
         steps = trainer.steps(1)
         eventually(lambda: store.renewed > 2)
         del steps
+
+
+def test_help_of_a_micro_batch_is_about_its_payloads() -> None:
+    """An array of the class itself would bring numpy's pages about arrays."""
+    assert not any(isinstance(value, np.ndarray) for value in vars(MicroBatch).values())
 
 
 def test_a_mesh_of_several_ranks_needs_a_store(prefix: str) -> None:

@@ -65,6 +65,7 @@ from transport.errors import (
 )
 from transport.ring.consumers import consumers_of, rank_of
 from transport.runtime import hurry
+from transport.runtime.amounts import count
 from transport.runtime.timeouts import Questions
 from transport.runtime.waits import Waits
 from transport.schema import Schema
@@ -331,12 +332,12 @@ class ClaimConnection:
                 self._changed(changed)
         return failed
 
-    def _changed(self, count: int) -> None:
+    def _changed(self, changed: int) -> None:
         """Count payloads that came with bytes that had changed."""
-        self._client.checksum_failures += count
+        self._client.checksum_failures += changed
         log.warning(
-            "%d payloads from %s arrived with other bytes than were written; they go back and come again",
-            count,
+            "%s from %s arrived with other bytes than were written, to go back and come again",
+            count(changed, "payload"),
             host_port(*self.link.port),
         )
 

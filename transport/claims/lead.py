@@ -23,6 +23,7 @@ from transport.claims.rings import FoundRings
 from transport.errors import ClosedError, TransportError, UsageError
 from transport.ring.buffer import SharedRingBuffer
 from transport.runtime import hurry
+from transport.runtime.amounts import count
 from transport.runtime.decoders import ready
 from transport.runtime.error_text import error_text
 from transport.runtime.logs import LOOK_S, SAY_AGAIN_S, LogLimit
@@ -127,14 +128,14 @@ class Lead:
         begun = heard = time.monotonic()
         give_up = float("inf") if timeout_s is None else begun + timeout_s
         while self._is_untaken(self._most * self._share):
-            why = f"no trainer has taken its last {self._most * self._share + 1} groups"
+            why = f"no trainer has taken its last {count(self._most * self._share + 1, 'group')}"
             if (ended := self._ended(begun, heard, give_up, why)) is not None:
                 return ended
             time.sleep(_LOOK_S)
         for topic in self._topics:
             heard, notice = time.monotonic(), self._rings.latest(topic)
             while notice is not None and (steps := self._steps(notice)) > self._most:
-                if (ended := self._ended(begun, heard, give_up, f"{steps} steps of samples wait")) is not None:
+                if (ended := self._ended(begun, heard, give_up, f"samples of {count(steps, 'step')} wait")) is not None:
                     return ended
                 left_s = max(0.0, give_up - time.monotonic())
                 newer = self._rings.latest(topic, notice.version, min(left_s, _SLICE_S))

@@ -23,6 +23,7 @@ from transport.client.connections.links import Links
 from transport.client.connections.pool import PortKey
 from transport.errors import ClosedError, ProtocolError, ReadTimeoutError, TransportError, WrongRingError
 from transport.ring.buffer import attached_reader
+from transport.runtime.amounts import count
 from transport.settings import Settings
 from transport.wire import frames
 from transport.wire.addresses import host_port
@@ -130,19 +131,19 @@ class Outcomes:
             codes = [frames.UNKNOWN if code == OUT_OF_REACH else code for code in codes]
         if waiting := codes.count(OUT_OF_REACH):
             log.warning(
-                "ring %s: a connection broke before it said what became of %d payloads, and no port of the ring has "
+                "ring %s: a connection broke before it said what became of %s, and no port of the ring has "
                 "answered for %.3g s. They are in question: consume them again to ask again",
                 broken.ring[:8],
-                waiting,
+                count(waiting, "payload"),
                 patience_s,
                 extra={"ring": broken.ring},
             )
         if unknown := codes.count(frames.UNKNOWN):
             log.warning(
-                "ring %s: a connection broke before it said what became of %d payloads, and no port of the ring "
+                "ring %s: a connection broke before it said what became of %s, and no port of the ring "
                 "knows. They are dropped here; those that were consumed are lost",
                 broken.ring[:8],
-                unknown,
+                count(unknown, "payload"),
                 extra={"ring": broken.ring},
             )
         return codes

@@ -48,6 +48,7 @@ from transport.claims.waiting import Holder, Known, NoPayloadReason, Waiting, cr
 from transport.config import configuration, lease_or_configured
 from transport.errors import OWN_FAULTS, ClosedError, OpenFilesError, SchemaError, TransportError, UsageError, bare
 from transport.ring.buffer import SharedRingBuffer
+from transport.runtime.amounts import count
 from transport.runtime.arguments import at_least, number, number_or_none, seconds
 from transport.runtime.logs import LOOK_S, SAY_AGAIN_S, LogLimit
 from transport.runtime.loop_thread import gone
@@ -466,7 +467,9 @@ class FoundRings:
             self._say_mixed()
         left_out = self._left_out()
         if left_out and self._missing.due() is not None:
-            log.warning("%d rings of %r are left out: %s", len(left_out), self.places, few("; ", left_out.values()))
+            log.warning(
+                "left out %s of %r: %s", count(len(left_out), "ring"), self.places, few("; ", left_out.values())
+            )
         self._look_at = now + _LOOK_S
 
     def _say_mixed(self) -> None:

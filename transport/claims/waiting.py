@@ -27,6 +27,7 @@ import msgspec
 
 from transport import _ring
 from transport.errors import OWN_FAULTS, BatchTooLargeError, RankError, SchemaError, TransportError
+from transport.runtime.amounts import count
 from transport.runtime.logs import SAY_AGAIN_S, LogLimit, Overdue
 from transport.runtime.suspended import suspended
 from transport.schema import Schema, difference
@@ -209,7 +210,7 @@ def reason(known: Known) -> NoPayloadReason | None:
         return NoPayloadReason(Why.UNREACHABLE, str(fault))
     if known.left_out:
         return NoPayloadReason(
-            Why.UNREACHABLE, f"{len(known.left_out)} rings are left out: {few('; ', known.left_out)}"
+            Why.UNREACHABLE, f"left out {count(len(known.left_out), 'ring')}: {few('; ', known.left_out)}"
         )
     if known.fitting:
         if known.rank is not None and known.rank >= known.ranks > 0:
@@ -266,8 +267,8 @@ def _full(known: Known) -> NoPayloadReason | None:
         )
     elif known.own:
         text = (
-            f"this process holds {known.own} payloads: let it consume and release them before it claims more, "
-            "accumulate over fewer payloads, or give the rollout more slots"
+            f"this process holds {count(known.own, 'payload')}: let it consume and release these before it claims "
+            "more, accumulate over fewer payloads, or give the rollout more slots"
         )
     else:
         return None

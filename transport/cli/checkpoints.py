@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from transport.cli.output import JsonTarget, count, emit, shown
+from transport.cli.output import JsonTarget, emit, shown
 from transport.errors import NoCheckpointError, RunError, UsageError
+from transport.runtime.amounts import count
 
 if TYPE_CHECKING:
     from transport.cooldown.epochs.records import EpochRecord

@@ -13,6 +13,7 @@ from transport.cli import checkpoints
 from transport.cli.epochs import recorded
 from transport.cli.output import JsonTarget, emit, shown
 from transport.errors import TransportError
+from transport.runtime.amounts import count
 
 if TYPE_CHECKING:
     from transport.cooldown.epochs.records import EpochRecord
@@ -55,7 +56,7 @@ class Epoch(msgspec.Struct, frozen=True, kw_only=True):
         """One line, and one for each client of an epoch without a checkpoint."""
         line = f"{self.run}  epoch {self.epoch}  step {self.step}  {self.outcome or self.phase}"
         if self.checkpoint:
-            size = f"{self.files} files, {shown(self.bytes)}"
+            size = f"{count(self.files, 'file')}, {shown(self.bytes)}"
             return f"{line}  {size}, {self.ended_at}, {self.destination}/{self.checkpoint}"
         if self.outcome == "checkpointed":
             return f"{line}  not found at its destination"
@@ -98,7 +99,7 @@ def status(
     epochs = [_described(record, (record.run, record.epoch) in there) for record in records]
     result = CooldownStatus(epochs=epochs, checkpointed=len(there), unknown=unknown)
     lines = [*map(str, epochs), *(f"not known whether checkpoints are still there: {why}" for why in unknown)]
-    lines.append(f"{result.checkpointed} of {len(epochs)} epochs have a checkpoint")
+    lines.append(f"{result.checkpointed} of {count(len(epochs), 'epoch')} with a checkpoint")
     emit(result, "\n".join(lines), json_target)
 
 

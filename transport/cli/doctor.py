@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from transport.cli.output import JsonTarget, count, emit
+from transport.cli.output import JsonTarget, emit
+from transport.runtime.amounts import count
 
 if TYPE_CHECKING:
     from transport.config import Loaded

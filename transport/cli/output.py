@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from transport.errors import UsageError
+from transport.runtime.amounts import count
 
 
 def _writable(target: str | None) -> str | None:
@@ -34,11 +35,6 @@ JsonTarget = Annotated[
 
 _MOST_SHOWN = 8
 _VARYING = re.compile(r"[0-9a-f]*[0-9][0-9a-f]*")  # numbers, and names of segments
-
-
-def count(number: int, what: str) -> str:
-    """ "1 ring", "2 rings"."""
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def shown(size: int) -> str:

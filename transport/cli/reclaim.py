@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from transport.cli.output import JsonTarget, count, emit, shown
+from transport.cli.output import JsonTarget, emit, shown
+from transport.runtime.amounts import count
 
 if TYPE_CHECKING:
     from transport.ring.buffer import SharedRingBuffer

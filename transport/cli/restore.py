@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from transport.cli.output import JsonTarget, count, emit, say, shown
+from transport.cli.output import JsonTarget, emit, say, shown
 from transport.cli.snapshot import Attempt, RunName, text_of
 from transport.errors import SnapshotError
+from transport.runtime.amounts import count
 
 if TYPE_CHECKING:
     from transport.packer.rollout import Rollout

@@ -14,6 +14,7 @@ import typer
 
 from transport.cli.output import JsonTarget
 from transport.errors import UsageError
+from transport.runtime.amounts import count
 
 if TYPE_CHECKING:
     from transport.ring.buffer import SharedRingBuffer
@@ -140,8 +141,8 @@ def serve(
             stopped.wait()
         finally:
             log.info(
-                "stopping: %d payloads are unread, waiting up to %.0f s for their readers",
-                ring.get_ready_count(),
+                "stopping: %s unread, waiting up to %.0f s for the readers",
+                count(ring.get_ready_count(), "payload"),
                 drain,
             )
             server.close(drain)

@@ -8,8 +8,9 @@ from typing import Annotated, Final
 
 import typer
 
-from transport.cli.output import JsonTarget, count, emit
+from transport.cli.output import JsonTarget, emit
 from transport.errors import UsageError
+from transport.runtime.amounts import count
 
 EXAMPLE = (
     "Example: transport size --schema episode.json --rate 50 --batch 256 --stall 30 --rings 8; of groups: "
@@ -82,7 +83,7 @@ def size(
     age = (
         f"up to {math.ceil(result.steps)} batches or steps: where max_age is less, give fewer slots or --ahead"
         if ahead is None
-        else f"about {ahead} steps, by Rollout(ahead={ahead}): where max_age is less, give a smaller one"
+        else f"about {count(ahead, 'step')}, by Rollout(ahead={ahead}): where max_age is less, give a smaller one"
     )
     text = (
         f"slots      {result.slots} of {result.slot_bytes} bytes: {result.explanation}\n"

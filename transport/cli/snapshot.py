@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from transport.cli.output import JsonTarget, count, emit, shown
+from transport.cli.output import JsonTarget, emit, shown
 from transport.errors import SnapshotError, UsageError
+from transport.runtime.amounts import count
 
 if TYPE_CHECKING:
     from transport.snapshots import Manifest

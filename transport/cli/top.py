@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from transport.cli.output import JsonTarget, count, emit, few, shown
+from transport.cli.output import JsonTarget, emit, few, shown
 from transport.config import without_password
 from transport.errors import RingNotFoundError, UsageError
+from transport.runtime.amounts import count
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -37,6 +37,7 @@ from transport.ring.buffer import SharedRingBuffer
 from transport.ring.states import RingStatistics
 from transport.ring.writes import PlannedWrite, Tickets, metadata_of
 from transport.runtime import arguments, hurry, spans
+from transport.runtime.amounts import count
 from transport.runtime.arguments import at_least, seconds
 from transport.schema import Schema
 from transport.server.server import UCXXServer
@@ -443,9 +444,9 @@ def _close(ring: SharedRingBuffer, server: UCXXServer | None, waited_s: float) -
         given_up = native.unread + (0 if server is None else server.given_up)
         if given_up:
             log.warning(
-                "ring %s is closed with %d payloads that no trainer has consumed, and gives them up; %s",
+                "ring %s is closed, and gives up %s that no trainer has consumed; %s",
                 ring.ring_id[:8],
-                given_up,
+                count(given_up, "payload"),
                 f"it waited {waited_s:.1f} s for the trainers, and a greater drain_s= waits longer"
                 if waited_s
                 else "stop inside until_stopped(), and close with drain_s, to wait for the trainers",

@@ -21,6 +21,7 @@ from typing import Final, Literal, Self
 
 from transport import _ring
 from transport.errors import ClosedError, RingBusyError, RingError, RingNotFoundError, UsageError
+from transport.runtime.amounts import count
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ class Attachment:
         """Reclaim the slots of owners that died; how many slots changed."""
         changed = self.native.reclaim()
         if changed:
-            log.warning("ring %s: reclaimed %d slots of dead processes", self.ring_id[:8], changed)
+            log.warning("ring %s: reclaimed %s of dead processes", self.ring_id[:8], count(changed, "slot"))
         return changed
 
     def close(self) -> None:
@@ -170,12 +171,14 @@ def create(
         made.extend(itertools.starmap(make, [(name, slots, slot_bytes, fingerprint)]))
         [native] = made
         if native.taken_over:
-            log.warning("took over ring %s from a dead writer, %d payloads unread", file or name, native.unread)
+            log.warning(
+                "took over ring %s from a dead writer, %s unread", file or name, count(native.unread, "payload")
+            )
         if native.torn:
             log.error(
-                "%s: %d payloads were not as they were published (a loss of power, or a changed file); freed unread",
+                "%s: %s not as published (a loss of power, or a changed file); freed unread",
                 file,
-                native.torn,
+                count(native.torn, "payload"),
             )
         return native
     except RingBusyError as error:
@@ -252,7 +255,7 @@ def leave(native: _ring.Ring, *, only_empty: bool, give_up_unread: bool = False)
     if native.lent:
         _LEFT.add(native)
     if given_up:
-        log.info("ring %s was closed with %d payloads unread", native.ring_id.hex()[:8], given_up)
+        log.info("ring %s was closed with %s unread", native.ring_id.hex()[:8], count(given_up, "payload"))
     if removes and not removed:  # what was to be given up is; what is there now is a successor's
         remove_if_dead(native.name, only_empty=only_empty or give_up_unread)
 

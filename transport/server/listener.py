@@ -37,6 +37,7 @@ from transport.errors import (
     WrongRingError,
 )
 from transport.ring.attachment import Attachment
+from transport.runtime.amounts import count
 from transport.runtime.error_text import reportable
 from transport.runtime.logs import LogLimit
 from transport.settings import DEFAULTS, Settings
@@ -227,9 +228,9 @@ class Connection:
             log.warning("%r: client stopped receiving; closing the connection", self)
             self.close()
         elif ended > 0 and now - native.last_active > self._lease_s:
-            log.warning("%r: silent for %.0f s; its %d payloads are READY again", self, self._lease_s, ended)
+            log.warning("%r: silent for %.0f s; %s READY again", self, self._lease_s, count(ended, "payload"))
         elif ended > 0:  # reads by ticket, which need no acknowledgement: weights on offer get none
-            log.info("%r: %d reads not acknowledged in time; their payloads are READY", self, ended)
+            log.info("%r: %s not acknowledged in time, and READY", self, count(ended, "payload"))
 
     def close(self) -> None:
         """End the connection now. UCX stops using the slots' memory before their pins are released."""

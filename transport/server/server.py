@@ -26,6 +26,7 @@ from transport.errors import BusyPortError, ConfigurationError, RingError, Usage
 from transport.ring.attachment import attached, file_of
 from transport.ring.buffer import MAX_READERS, SharedRingBuffer
 from transport.runtime import hurry, stacks
+from transport.runtime.amounts import count
 from transport.runtime.arguments import several
 from transport.server.process import ListenerConfig
 from transport.server.running import OneThread, Processes
@@ -230,7 +231,7 @@ class UCXXServer:
             if time.monotonic() >= say_at:
                 pause_s *= 2
                 say_at = time.monotonic() + pause_s
-                what = f"{unread} payloads are not consumed" if unread else "trainers are yet to hear the end"
+                what = f"{count(unread, 'payload')} not consumed" if unread else "trainers are yet to hear the end"
                 log.warning("ring %s is draining: %s; at most %.0f s more", self._ring.ring_id[:8], what, left)
             native.wait_freed(seen, min(left, 1.0 if unread else _HEARD_S))
 
@@ -245,7 +246,7 @@ class UCXXServer:
         given_up = native.discard_unread()
         self.given_up += given_up
         if given_up:
-            log.info("ring %s ends with %d payloads that are not consumed", self._ring.ring_id[:8], given_up)
+            log.info("ring %s ends with %s not consumed", self._ring.ring_id[:8], count(given_up, "payload"))
 
     def __enter__(self) -> Self:
         return self if self._run is not None else self.start()

@@ -29,6 +29,7 @@ import msgspec
 from transport.claims.lead import LeadSaid
 from transport.errors import StoreError, TransportError
 from transport.group import returned
+from transport.runtime.amounts import count
 from transport.runtime.error_text import error_text
 from transport.runtime.logs import LOOK_S, SAY_AGAIN_S, LogLimit
 from transport.ticket import Identity, Ticket
@@ -485,7 +486,7 @@ class Planner:
                 self._write(rest)
                 return
             for group in rest:
-                log.info("group %r is left out: fewer than %d groups are left", group.name, self._terms.groups)
+                log.info("group %r is left out: fewer than %s left", group.name, count(self._terms.groups, "group"))
                 self._holding.consume(group.identities)
                 self._drop(group, "tail")
                 self._decided = True
@@ -501,12 +502,13 @@ class Planner:
             return
         waits = sorted(self._assembly.open, key=lambda each: each.since)
         named = ", ".join(f"{each.name!r} ({len(each)} of {each.of or '?'})" for each in waits[:5])
-        steps = f"; {len(self._steps)} steps that not every rank has consumed hold {len(self._reserved)} slots"
+        held = count(len(self._reserved), "slot")
+        steps = f"; not every rank has consumed {count(len(self._steps), 'step')}, with {held}"
         log.warning(
-            "the next step waits for %.0f s: %d of %d groups are complete; %d wait for samples%s%s%s%s",
+            "the next step has waited for %.0f s: it has %d of %s, and %d without all samples%s%s%s%s",
             now - self._waits_since,
             len(self._assembly.complete),
-            self._terms.groups,
+            count(self._terms.groups, "complete group"),
             len(waits),
             f": {named}" if named else "",
             ", …" if len(waits) > 5 else "",

@@ -15,14 +15,13 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any, Final, Literal, NamedTuple, TypeVar
 
-import numpy as np
-
 from transport.client.client import UCXXClient
 from transport.client.payload import Payload
 from transport.client.retry import backoff
 from transport.errors import OWN_FAULTS, ClosedError, SchemaError, StoreError, TransportError, WireNotAllowedError
 from transport.ring.batch import Gathered
 from transport.ring.batch_shape import Shape
+from transport.runtime.amounts import count
 from transport.runtime.error_text import error_text
 from transport.runtime.logs import LOOK_S, LogLimit
 from transport.schema import Schema
@@ -262,8 +261,8 @@ class StepReader:
         made = []
         for tickets, versions, planned in zip(part.tickets, part.versions, samples, strict=False):  # forgotten: none
             mine = [next(payloads) for _ in tickets]
-            made.append(await asyncio.to_thread(self._laid_out, mine, tickets, versions))
-            made[-1].groups = np.array([each.group for each in planned], np.int64)
+            groups = [each.group for each in planned]
+            made.append(await asyncio.to_thread(self._laid_out, mine, tickets, versions, groups))
         return made
 
     def _laid_out(
@@ -271,12 +270,13 @@ class StepReader:
         payloads: list[Payload],
         notes: Sequence[bytes],
         versions: Sequence[int | None],
+        groups: Sequence[int],
     ) -> MicroBatch:
         parts = read_parts(payloads, notes, versions)
         gathered = None if self._schema is None else Gathered.gathered(parts, self._schema, self._shape)
         if gathered is not None and gathered.dropped:
-            raise SchemaError(f"{gathered.dropped} payloads do not fit the schema of this trainer")
-        return MicroBatch(parts, gathered, self._shape, self._schemas)
+            raise SchemaError(f"the schema of this trainer does not fit {count(gathered.dropped, 'payload')}")
+        return MicroBatch(parts, gathered, self._shape, self._schemas, groups)
 
     async def _payloads(self, notes: Sequence[bytes], unread: list[Identity]) -> list[Payload]:
         """Read them all; those that fail are read again, until the time for a batch is over."""
@@ -305,9 +305,9 @@ class StepReader:
             if left:
                 if time.monotonic() > begun + LOOK_S and self._waits.due() is not None:
                     log.warning(
-                        "%d payloads of a step that was planned cannot be read, and are tried for %.0f s more "
-                        "(batch_deadline_s) before its groups are given up: %s",
-                        len(left),
+                        "cannot read %s of a step that was planned, and tries for %.0f s more (batch_deadline_s) "
+                        "before its groups are given up: %s",
+                        count(len(left), "payload"),
                         give_up - time.monotonic(),
                         error_text(failed[0][1]),
                     )

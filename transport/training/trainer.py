@@ -57,6 +57,7 @@ from transport.ring.batch_shape import Shape, ShapeArguments
 from transport.ring.claiming import check_claim
 from transport.ring.consumers import check_consumer
 from transport.runtime import hurry, spans, threads
+from transport.runtime.amounts import count
 from transport.runtime.arguments import at_least, one_of, seconds
 from transport.runtime.error_text import error_text
 from transport.runtime.logs import SAY_AGAIN_S, LogLimit
@@ -697,10 +698,9 @@ class TrainerBook:
         ageless = int((batch.versions == _ring.NO_VERSION).sum())
         if ageless and self._ageless.due() is not None:
             log.warning(
-                "%d of %d payloads have no version, and so no age for max_age: have their rollouts write them with "
-                "version=",
+                "no version, and so no age for max_age, in %d of %s: have their rollouts write them with version=",
                 ageless,
-                len(batch),
+                count(len(batch), "payload"),
             )
 
 
