@@ -27,6 +27,9 @@ from transport.wires import settings_for
 pytestmark = pytest.mark.ucx
 
 QUICK = settings_with(handshake_timeout_s=1.0)
+PATIENT = settings_with(
+    attempts_per_read=1000
+)  # of a client whose connection a busy listener has not seen in that time
 SPAN_S = 1.0  # over which work is measured
 
 SAYINGS: dict[str, bytes] = {
@@ -89,7 +92,7 @@ def said(port: int, what: bytes) -> socket.socket:
 
 def reads(ring: SharedRingBuffer, count: int) -> None:
     async def reading() -> None:
-        async with UCXXClient(wire=NETWORK) as client:
+        async with UCXXClient(wire=NETWORK, settings=PATIENT) as client:
             for seed in range(count):
                 payload = await client.read(ring.write_raw(noise(20_000, seed)))
                 assert bytes(payload.data) == noise(20_000, seed).tobytes()

@@ -100,7 +100,9 @@ def main() -> None:
     if sys.argv[3:] == ["slow worker"]:
         slow = TicketDataset(url, collate=Slow(), schema=SCHEMA)
         next(iter(TicketLoader(slow, num_workers=1, multiprocessing_context=method)))
-    dataset = TicketDataset(url, batch_size=4, collate=pad, idle_s=0.5, fill_s=0.1, schema=SCHEMA, wire={"tcp"})
+    dataset = TicketDataset(
+        url, batch_size=4, collate=pad, expected_rollouts=1, fill_s=0.1, schema=SCHEMA, wire={"tcp"}
+    )
     workers = 2 if method == "fork" else 1  # spawned ones import torch each
     loader = TicketLoader(dataset, num_workers=workers, multiprocessing_context=method)
     if sys.argv[3:] == ["wait"]:

@@ -44,10 +44,12 @@ SCHEMA = torch_loop.SCHEMA
 class Worker(UCXXRolloutMixin):
     """The mixin alone."""
 
-    def play(self, steps: int, first: int = 1) -> None:
-        for step in range(first, first + steps):
+    def play(self, steps: int) -> None:
+        """Write these steps; then the data has ended."""
+        for step in range(1, 1 + steps):
             payload = {"tokens": np.arange(step, dtype=np.int32), "step": step}
             self.write_to_buffer(payload, metadata={"step": step}, policy_version=step)
+        self.ring.end_data()
 
 
 @pytest.fixture
@@ -61,8 +63,8 @@ def worker(queue: FoundRings) -> Iterator[Worker]:
 @pytest.fixture(params=["mapped", "tcp"])
 def dataset(request: pytest.FixtureRequest, queue: FoundRings) -> Callable[..., TicketDataset]:
     def make(**options: Any) -> TicketDataset:
-        waits = {"fill_s": 0.1, "idle_s": 0.5}
-        return TicketDataset(queue, **{"batch_size": 4, **waits, "schema": SCHEMA, "wire": {request.param}, **options})
+        given = {"batch_size": 4, "fill_s": 0.5, "expected_rollouts": 1, "wire": {request.param}, **options}
+        return TicketDataset(queue, SCHEMA, **given)
 
     return make
 
