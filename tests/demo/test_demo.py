@@ -47,6 +47,7 @@ def test_every_payload_reaches_every_reader_once(tmp_path: Path, wire: str) -> N
     assert demo.left() == []
 
 
+@pytest.mark.nightly
 @pytest.mark.ucx
 @pytest.mark.slow
 def test_the_default_run_loses_nothing_and_prints_nothing_but_json(tmp_path: Path) -> None:
@@ -71,6 +72,7 @@ def test_missing_the_target_fails_in_one_line_after_the_summary(tmp_path: Path) 
     assert err.splitlines()[-1].startswith("transport demo: ")
 
 
+@pytest.mark.nightly
 @pytest.mark.ucx
 @pytest.mark.slow
 def test_the_trainers_metrics_are_served_while_it_runs(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ def start(*arguments: object) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, str(PROGRAM), *map(str, arguments)], stdout=subprocess.PIPE, text=True)
 
 
+@pytest.mark.nightly
 def test_a_rollout_that_is_asked_to_stop_fails_and_the_trainer_ends_with_the_one_in_its_place(
     running: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

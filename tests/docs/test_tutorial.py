@@ -66,6 +66,7 @@ def test_what_a_killed_trainer_was_learning_from_is_trained_on_by_the_other_one(
     assert trained(after)
 
 
+@pytest.mark.nightly
 def test_two_hosts_train_once_on_each_trajectory_though_two_trainers_are_killed(
     folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +71,18 @@ def left(run: str) -> list[str]:
     return [each.name for each in Path("/dev/shm").iterdir() if run in each.name]
 
 
-@pytest.mark.parametrize("wire", ["mapped", "tcp"])
-@pytest.mark.parametrize("how", ["batches", "steps"])
-@pytest.mark.parametrize("interrupts", [FEW, pytest.param(MANY, marks=[pytest.mark.nightly, pytest.mark.timeout(600)])])
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("wire", "how", "interrupts"),
+    [
+        ("mapped", "steps", FEW),
+        ("tcp", "batches", FEW),
+        *(
+            pytest.param(*each, MANY, marks=pytest.mark.nightly)
+            for each in product(("mapped", "tcp"), ("batches", "steps"))
+        ),
+    ],
+)
 def test_an_interrupted_job_loses_doubles_holds_and_leaves_nothing(wire: str, how: str, interrupts: int) -> None:
     run = f"interrupted-{secrets.token_hex(4)}"
     accounts = interrupted(run, wire, interrupts, seed=1, how=how)

@@ -172,6 +172,7 @@ def restored(folder: Path, rollout: Rollout) -> None:
     eventually(done)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.guarantee("a job of a mesh goes back to a snapshot")
 @pytest.mark.parametrize("wire", ["mapped", "tcp"])
 def test_a_job_that_goes_back_to_a_snapshot_with_its_store_learns_every_group_once(tmp_path: Path, wire: str) -> None:

@@ -49,8 +49,9 @@ def test_a_job_killed_whole_is_restored_with_other_rings_and_trains_on_each_once
     ("way", "hosts", "count"),
     [
         ("files", 1, 2),
-        ("files", 4, 5),
+        ("files", 4, 1),
         pytest.param("files", 1, 30, marks=pytest.mark.nightly),
+        pytest.param("files", 4, 5, marks=pytest.mark.nightly),
         pytest.param("snapshot", 4, 5, marks=pytest.mark.nightly),
     ],
 )

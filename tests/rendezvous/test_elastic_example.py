@@ -11,7 +11,7 @@ import pytest
 RUN = Path(__file__).resolve().parents[2] / "examples" / "elastic" / "run.py"
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.ucx
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["rollout", "trainer"])

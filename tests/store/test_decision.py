@@ -9,6 +9,7 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
+import pytest
 from redis_server import RedisServer, needs_redis
 
 from transport.store import open_store
@@ -42,6 +43,7 @@ def test_killed_deciders_and_their_successors_agree_over_a_file(tmp_path: Path) 
     check_killed_deciders(f"sqlite://{tmp_path}/store.db", tmp_path)
 
 
+@pytest.mark.nightly
 @needs_redis
 def test_killed_deciders_and_their_successors_agree_over_redis(server: RedisServer, tmp_path: Path) -> None:
     check_killed_deciders(server.place("decisions"), tmp_path)

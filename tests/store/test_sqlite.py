@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import in_thread
+from helpers import SHM, in_thread
 from hypothesis import settings
 from store_conformance import Harness, StoreConformance
 from store_model import StoreMachine
@@ -47,7 +47,7 @@ class TestConformance(StoreConformance):
 class SQLiteMachine(StoreMachine):
     @staticmethod
     def make_harness() -> SQLiteHarness:
-        directory = tempfile.TemporaryDirectory()
+        directory = tempfile.TemporaryDirectory(dir=SHM)  # in memory: what a disk keeps is not the model's
         harness = SQLiteHarness(Path(directory.name))
         close = harness.close
 

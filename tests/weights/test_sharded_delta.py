@@ -245,6 +245,7 @@ async def test_an_update_that_fails_leaves_the_version_before_or_none_and_the_ne
         assert made.manager.statistics().fallbacks == 0, "no changes since a version that was not sent to its end"
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.ucx
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("in_place", [False, True])

@@ -53,7 +53,7 @@ def at(
     return begins
 
 
-@pytest.mark.nightly(keep=2)
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("name", ["trainer", "replica 0", "replica 1"])
 @pytest.mark.parametrize("step", STEPS)
 @asynchronous
