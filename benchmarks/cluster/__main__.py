@@ -33,7 +33,7 @@ def options() -> argparse.Namespace:
     """The command line."""
     faults = "\n".join(f"  {name:15} {fault.about}" for name, fault in FAULTS.items())
     given = parser(f"{__doc__}\nfaults:\n{faults}", "build/cluster")
-    given.add_argument("--hosts", type=int, default=8, help="4 to 64; two of them are for Redis where it is used")
+    given.add_argument("--hosts", type=int, default=8, help="5 to 64, two of them for Redis; 4 with --find addresses")
     given.add_argument("--minutes", type=float, default=0.0, help="faults are repeated until then; one round at least")
     given.add_argument("--faults", default=",".join(FAULTS), help="of those below, with commas (default all)")
     given.add_argument("--find", default="all", choices=("all", *FINDINGS), help="how trainers find payloads")
@@ -42,8 +42,9 @@ def options() -> argparse.Namespace:
     chosen.faults = [name for name in chosen.faults.split(",") if name]
     if unknown := set(chosen.faults) - set(FAULTS):
         given.error(f"unknown faults: {', '.join(sorted(unknown))}; there are {', '.join(FAULTS)}")
-    if not 4 <= chosen.hosts <= 64:
-        given.error(f"--hosts {chosen.hosts}: give 4 to 64")
+    least = 4 if chosen.find == "addresses" else 5  # so that a link can be cut, and another one is there
+    if not least <= chosen.hosts <= 64:
+        given.error(f"--hosts {chosen.hosts}: give {least} to 64")
     return chosen
 
 
