@@ -240,14 +240,8 @@ class Assembly:
                 continue
             self._complete.remove(group)
             self._whole.discard(group.name)
-            if not group.identities:
-                continue
-            other = self._open.setdefault(group.name, group)
-            if other is not group:
-                other.samples += group.samples
-                other.marks |= group.marks
-                other.since = min(other.since, group.since)
-                self._settle(other)
+            if group.identities:
+                self._open[group.name] = group  # none of its name is open: what comes to a complete group is surplus
 
     def turn(self, now: float, over: bool, oldest: int | None) -> list[GivenUp]:
         """Close what waits no longer; returns the groups that no step gets.
