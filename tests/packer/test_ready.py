@@ -118,7 +118,7 @@ def test_a_rollout_warns_of_what_no_trainer_has_consumed_when_it_closes(
         if interrupted:
             raise KeyboardInterrupt
     counted = [each.args[1] for each in caplog.records if each.name == "transport.packer.rollout" and each.args]
-    assert counted == [payloads] * bool(payloads)
+    assert counted == [f"{payloads} payloads"] * bool(payloads)
 
 
 @pytest.mark.parametrize("given", [None, 7.0])
