@@ -340,6 +340,17 @@ def test_a_secret_that_others_can_read_or_guess_is_a_warning(
     assert every_bad_one_has_a_remedy(checks)
 
 
+@pytest.mark.ucx
+@pytest.mark.skipif(bool(why_not()), reason="a host without a way out needs network namespaces")
+def test_who_has_set_the_addresses_of_a_host_without_a_default_route_is_not_told_to_set_them() -> None:
+    command = [sys.executable, "-m", "transport", "doctor", "--ring", "1MiB"]
+    alone = ["unshare", "--net", "sh", "-c", 'ip link set lo up; exec "$@"', "-", *command]
+    environment = os.environ | {"TRANSPORT_ADDRESSES": "127.0.0.1"}
+    doctor = subprocess.run(alone, capture_output=True, text=True, check=False, env=environment)
+    assert "listener: a listener process answers" in doctor.stdout
+    assert "TRANSPORT_ADDRESSES" not in doctor.stderr
+
+
 def test_the_address_is_explained() -> None:
     assert network.address(("10.0.0.7",), "", [], None).detail == "10.0.0.7: the setting addresses"
     assert network.address(("10.0.0.7",), "", [], None, ["it is another's"]).status == "warn"

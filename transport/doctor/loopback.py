@@ -18,6 +18,7 @@ from transport.errors import TransportError, WireNotAllowedError
 from transport.ring.buffer import SharedRingBuffer
 from transport.runtime.interruption import segment_prefix
 from transport.server.server import UCXXServer
+from transport.wire.addresses import advertised
 from transport.wires import Wire, user_settings
 
 _BYTES: Final = 4 << 20
@@ -48,7 +49,11 @@ def checks(configuration: Configuration, over: Sequence[Wire], step: Callable[[i
         yield fail("ring", str(error), "df /dev/shm; transport reclaim")
         return
     with ring:
-        server = UCXXServer(ring, bind=configuration.bind, secret=secret, settings=configuration.settings)
+        # named here, since the server would warn of them, and the check of the address says what others reach
+        addresses = None if configuration.bind else advertised()
+        server = UCXXServer(
+            ring, bind=configuration.bind, addresses=addresses, secret=secret, settings=configuration.settings
+        )
         try:
             server.start()
         except TransportError as error:
