@@ -163,6 +163,7 @@ def test_the_command_prints_a_snapshot(capsys: pytest.CaptureFixture[str]) -> No
         assert run(["top", ring.name, "--once", "--interval", "0.1"]) == 0
         shown = capsys.readouterr().out
         assert ring.name.removeprefix("/transport-") in shown
+        assert ring.ring_id[:8] in shown  # as `transport queue` and the logs name it
         assert "3/0/1/0 " in shown
         assert "of 4×4.1 kB" in shown
         assert "quarantined ports" in shown

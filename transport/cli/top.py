@@ -210,7 +210,8 @@ def _values(view: RingView, rate: Rates | None) -> tuple[str, str, str, str, str
 
 
 def _processes(view: RingView, between: str) -> str:
-    parts = [f"writer {view.writer}" if view.writer else "no writer"]
+    parts = [f"ring {view.ring[:8]}"]  # as messages and `transport queue` have it
+    parts.append(f"writer {view.writer}" if view.writer else "no writer")
     if view.listeners:
         parts.append("ports " + few([str(listener.port) for listener in view.listeners], ","))
     late = [str(listener.port) for listener in view.listeners if listener.heartbeat_age_s > 5]
