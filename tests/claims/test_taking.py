@@ -88,6 +88,17 @@ def test_what_is_given_back_comes_again_after_its_delay(ring: SharedRingBuffer, 
     assert consume(again) == [True] and consume(now) == [False]
 
 
+def test_a_delay_that_is_no_time_is_none_and_one_that_is_no_number_is_refused(
+    ring: SharedRingBuffer, rings: FoundRings
+) -> None:
+    fill(ring, 1)
+    [part] = some(rings, 1)
+    with pytest.raises(TypeError):
+        part.release(None)  # type: ignore[arg-type]
+    part.release(float("nan"))
+    assert seen(some(rings, 1)).attempts.tolist() == [2]
+
+
 def test_what_nothing_refers_to_goes_back_uncounted_and_the_others_stay(
     prefix: str, ring: SharedRingBuffer, over: None
 ) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import secrets
+import signal
 import subprocess
 import threading
 import time
@@ -43,6 +44,7 @@ from transport.errors import (
 from transport.packer.consumed_record import ConsumedRecord
 from transport.packer.options import RingOptions
 from transport.ring.buffer import attached_reader
+from transport.server.users import supervisor_of
 from transport.snapshots import Manifest, Saved, Snapshot, new_attempt, prune, restore, snapshot, steps, taking
 from transport.ticket import MAX_ENCODED_BYTES, Ticket
 from transport.training.trainer import Trainer
@@ -672,8 +674,9 @@ with Rollout(Schema.decode(bytes.fromhex(sys.argv[1])), sys.argv[2], slots=4) as
 
 
 @pytest.mark.ucx
+@pytest.mark.parametrize("stopped", [False, True], ids=["runs", "stopped"])
 def test_what_lingers_of_a_killed_rollout_ends_with_the_restore_unless_a_trainer_has_it(
-    prefix: str, place: Path
+    prefix: str, place: Path, stopped: bool
 ) -> None:
     with Child(KILLED, SCHEMA.encode().hex(), f"rings:{prefix}") as rollout, open_rings(f"rings:{prefix}") as rings:
         name = rollout.line()
@@ -686,6 +689,9 @@ def test_what_lingers_of_a_killed_rollout_ends_with_the_restore_unless_a_trainer
                 restore(str(place), 1, second)
             del parts
             rings.close()
+            if stopped:
+                with SharedRingBuffer.attach(name, role="observer") as left:
+                    os.kill(supervisor_of(left), signal.SIGSTOP)
             assert len(restore(str(place), 1, second).tickets) == 3
     assert name not in _ring.segments()
 
