@@ -21,13 +21,22 @@ import pytest
 from claimed import claim_each
 from found_rings import LONG_S, ring_of
 from helpers import PATIENCE_S, Child, cut_connections, eventually, on_loop
+from interrupted_lines import Interrupted
 
 from transport import Rollout, Schema, SharedRingBuffer, UCXXServer, UpTo, open_rings
 from transport.claims import lead
 from transport.claims.lead import LeadSaid
 from transport.claims.notices import Notice
+from transport.claims.places import OnThisHost
 from transport.claims.rings import FoundRings
-from transport.errors import ClosedError, ConfigurationError, RankError, SharedMemoryError, UsageError
+from transport.errors import (
+    ClosedError,
+    ConfigurationError,
+    RankError,
+    SharedMemoryError,
+    StoreUnavailableError,
+    UsageError,
+)
 from transport.group import end_of, in_group, returned
 from transport.packer.consumed_record import ConsumedRecord
 from transport.store.base import Entry
@@ -256,6 +265,27 @@ def test_a_rollout_waits_behind_a_group_while_more_steps_than_it_is_ahead_wait(p
         writer.join()
         assert done == ["consumed"] * 3 + ["written"]
         assert rollout.wait_turn() and trainer.statistics().waited_s > 0.0
+
+
+def test_a_write_that_cannot_hear_how_many_steps_wait_has_written(prefix: str) -> None:
+    class Away(MemoryStore):
+        away = False
+
+        def _get_many(self, keys: Sequence[str]) -> list[Entry | None]:
+            if self.away:
+                raise StoreUnavailableError("the store is away")
+            return super()._get_many(keys)
+
+    store = Away()
+    with (
+        FoundRings(OnThisHost(prefix), store=store) as rings,
+        Rollout(SCHEMA, rings, ahead=4, mode="thread", drain_s=0) as rollout,
+    ):
+        store.away = True
+        rollout.write({"tokens": [1]})
+        rollout.write_many_to_buffer([{"tokens": [2]}])
+        rollout.end_group("p0")
+        assert rollout.wait_turn() and rollout.ring.native.unread == 3
 
 
 def test_a_rollout_holds_its_own_groups_back_while_nobody_plans(prefix: str, wire: str) -> None:
@@ -924,6 +954,23 @@ def test_a_planner_that_is_started_again_waits_for_no_lease() -> None:
         assert again.lead() and not before.lead() and not other.lead()
         again.leave()
         assert not before.lead() and other.lead()
+
+
+def test_a_close_that_is_interrupted_at_any_line_of_the_planner_consumes_what_was_learned(
+    ring: SharedRingBuffer, prefix: str
+) -> None:
+    at, interrupted = 0, True
+    while interrupted:
+        at += 1
+        interrupt = Interrupted(at, (Planner.__module__,))
+        trainer = trainer_of(prefix)
+        ring.write({"tokens": np.arange(1, dtype=np.int32)})
+        next(iter(trainer.steps(1, ahead=False))).consume()
+        with interrupt:
+            trainer.close()
+        interrupted = interrupt.left <= 0
+        trainer.close()
+        assert ring.native.depth(0)["done"] == at
 
 
 def test_a_planner_whose_leave_was_interrupted_leaves_with_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,6 +114,7 @@ class Lead:
         self._completed: deque[tuple[int, int]] = deque(maxlen=ring.slot_count)  # by slot and generation
         self._said = LogLimit()
         self._alone_said = LogLimit(SAY_AGAIN_S)
+        self._unheard = LogLimit(SAY_AGAIN_S)
         rings.latest(self._topics[0])
 
     def completed(self, last: Iterable[Ticket]) -> None:
@@ -133,17 +134,26 @@ class Lead:
                 return ended
             time.sleep(_LOOK_S)
         for topic in self._topics:
-            heard, notice = time.monotonic(), self._rings.latest(topic)
+            heard, notice = time.monotonic(), self._latest(topic)
             while notice is not None and (steps := self._steps(notice)) > self._most:
                 if (ended := self._ended(begun, heard, give_up, f"samples of {count(steps, 'step')} wait")) is not None:
                     return ended
                 left_s = max(0.0, give_up - time.monotonic())
-                newer = self._rings.latest(topic, notice.version, min(left_s, _SLICE_S))
+                newer = self._latest(topic, notice.version, min(left_s, _SLICE_S))
                 if newer is None:
-                    notice = self._rings.latest(topic)  # it ends with its planner
+                    notice = self._latest(topic)  # it ends with its planner
                 else:
                     heard, notice = time.monotonic(), newer
         return True
+
+    def _latest(self, topic: str, newer_than: int | None = None, timeout_s: float = 0.0) -> Notice | None:
+        """Return the notice, a hint. None, too, where it cannot be had: a write that waits here has written."""
+        try:
+            return self._rings.latest(topic, newer_than, timeout_s)
+        except (TransportError, OSError) as error:
+            if self._unheard.due() is not None:
+                log.warning("this rollout does not hear how many steps wait, and goes on: %s", error_text(error))
+            return None
 
     def _ended(self, begun: float, heard: float, give_up: float, why: str) -> bool | None:
         """Return what a wait ends with; None: it goes on."""

@@ -288,12 +288,12 @@ class Planner:
 
     def _is_decided(self, step: PlannedStep) -> None:
         """Note that a step is consumed, or void."""
-        del self._steps[step.number]
         self._reserved.difference_update(step.identities())
         self._origins.difference_update(step.origins())
         self._names.difference_update(step.names())
         self._lost_since.pop(step.number, None)
         self._decided = True
+        del self._steps[step.number]
 
     # --- steps that are planned -----------------------------------------------------------------------
     def _look_at_steps(self) -> None:
@@ -304,7 +304,6 @@ class Planner:
                 if state == "planned":
                     self._give_up_lost(step)
                 continue
-            self._is_decided(step)
             if state == "consumed":
                 self._note_learned(step)
                 self._consume(step)
@@ -318,6 +317,7 @@ class Planner:
                 self._holding.give_back([each for each in held if each in unread], _BACK_S)
                 self._holding.give_back([each for each in held if each not in unread], _BACK_S, in_vain=False)
                 self._done.append(step.number)
+            self._is_decided(step)  # last, so that after an interrupt of a close the next call finishes
 
     def _give_up_lost(self, step: PlannedStep) -> None:
         """Make a step void that not all have read, where claims of it are lost and do not come back: rings are gone."""
