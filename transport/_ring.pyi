@@ -445,7 +445,15 @@ class ClaimedBatch(Buffer):
         """`Ring.heard`; how many are held."""
     def consume(self, index: int) -> bool:
         """Take the payload out of the batch, consumed. False: others have it."""
-    def drop(self, index: int, reason: str, dead: bool, consumer: str = "", delay_s: float = 0.0) -> None:
+    def drop(
+        self,
+        index: int,
+        reason: str,
+        dead: bool,
+        consumer: str = "",
+        delay_s: float = 0.0,
+        in_vain: bool = True,
+    ) -> None:
         """Take the payload out of the batch, dead or to be claimed again after the delay."""
     def divide(self) -> list[ClaimedBatch]:
         """Each payload as a batch of its own; this one has none then."""

@@ -104,12 +104,13 @@ class ClaimedBatch {
   }
 
   // The payload leaves the batch: it may be claimed again, or is dead for this reason.
-  void drop(std::size_t index, const std::string& reason, bool dead, const std::string& consumer, double delay_s) {
+  void drop(std::size_t index, const std::string& reason, bool dead, const std::string& consumer, double delay_s,
+            bool in_vain) {
     require(index);
     if (dead)
       claims_[index].end(Ended::dead, reason, consumer);
     else
-      claims_[index].give_back(delay_s, true);
+      claims_[index].give_back(delay_s, in_vain);
     leave(index);
   }
 
@@ -194,7 +195,8 @@ void bind_batches(nb::module_& module) {
       })
       .def("renew", &ClaimedBatch::renew)
       .def("consume", &ClaimedBatch::consume, "index"_a)
-      .def("drop", &ClaimedBatch::drop, "index"_a, "reason"_a, "dead"_a, "consumer"_a = "", "delay_s"_a = 0.0)
+      .def("drop", &ClaimedBatch::drop, "index"_a, "reason"_a, "dead"_a, "consumer"_a = "", "delay_s"_a = 0.0,
+           "in_vain"_a = true)
       .def("divide", &ClaimedBatch::divide)
       .def("release", &ClaimedBatch::release, "delay_s"_a = 0.0, "in_vain"_a = true);
   bind_payloads(batch);

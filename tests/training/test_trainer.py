@@ -7,18 +7,21 @@ import os
 import pickle
 import secrets
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 from found_rings import LONG_S, here_and_elsewhere, ring_of
-from helpers import eventually, until
+from helpers import cut_connections, eventually, until
+from loopback import LOOPBACK
 
-from transport import Payload, Schema, SharedRingBuffer, UpTo, open_rings
+from transport import FoundRings, Payload, Schema, SharedRingBuffer, UCXXServer, UpTo, open_rings
+from transport.claims.places import OnThisHost
 from transport.errors import ClosedError, ConfigurationError, RankError, SchemaError, UsageError
 from transport.group import end_of, in_group
 from transport.packer.consumed_record import ConsumedRecord
+from transport.training import trainer as of_trainer
 from transport.training.batch import Batch
 from transport.training.trainer import Batches, Trainer
 
@@ -311,15 +314,17 @@ def test_too_old_payloads_are_discarded_and_ages_count_from_the_version_in_train
     eventually(lambda: ring.native.depth(0)["aged"] == 2, "the others are counted as aged")
 
 
+@pytest.mark.parametrize("falls", [(3,), (None, 3)])
 def test_a_version_that_falls_lets_older_payloads_come_from_then_on(
-    ring: SharedRingBuffer, prefix: str, wire: str
+    ring: SharedRingBuffer, prefix: str, wire: str, falls: Sequence[int | None]
 ) -> None:
     with trainer_of(prefix, wire, max_age=1) as trainer:
         trainer.version = 10
         write(ring, 0, policy_version=10)
         taken(trainer, 1).consume()
         assert trainer.take(1, 0.1) is None  # a demand waits
-        trainer.version = 3
+        for version in falls:
+            trainer.version = version
         write(ring, 1, policy_version=2)
         batch = taken(trainer, 1)
         assert (steps(batch), batch.ages.tolist()) == ([1], [1])
@@ -408,9 +413,10 @@ def test_batches_come_by_async_for(ring: SharedRingBuffer, prefix: str, wire: st
         assert sorted(asyncio.run(loop())) == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("cancels", [1, 2])
 @pytest.mark.parametrize("came_first", [False, True])
 def test_a_cancelled_wait_for_a_batch_ends_its_take_and_loses_nothing(
-    ring: SharedRingBuffer, prefix: str, wire: str, came_first: bool
+    ring: SharedRingBuffer, prefix: str, wire: str, came_first: bool, cancels: int
 ) -> None:
     async def loop(batches: Batches) -> list[int]:
         seen: list[int] = []
@@ -422,7 +428,9 @@ def test_a_cancelled_wait_for_a_batch_ends_its_take_and_loses_nothing(
     async def cancelled_first(batches: Batches) -> list[int]:
         waiting = asyncio.create_task(loop(batches))
         await until(lambda: _refused(trainer), "its thread takes")
-        waiting.cancel()
+        for _ in range(cancels):
+            waiting.cancel()
+            await asyncio.sleep(0)  # once more while it waits for its take
         if came_first:  # to the take of the cancelled call
             write(ring, *range(4))
         with pytest.raises(asyncio.CancelledError):
@@ -435,6 +443,26 @@ def test_a_cancelled_wait_for_a_batch_ends_its_take_and_loses_nothing(
 
     with trainer_of(prefix, wire) as trainer:
         assert sorted(asyncio.run(cancelled_first(trainer.batches(2)))) == [0, 1, 2, 3]
+
+
+def test_what_comes_again_while_a_batch_has_it_is_not_delivered_in_vain(
+    prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(of_trainer, "_HELD_S", 0.01)
+    with (
+        SharedRingBuffer.create(SCHEMA, slots=2, prefix=prefix) as ring,
+        UCXXServer(ring, (0,), mode="thread", addresses=(LOOPBACK,)) as server,
+        FoundRings(OnThisHost(prefix), max_deliveries=2) as rings,
+        Trainer(SCHEMA, rings, wire={"tcp"}, record=ConsumedRecord()) as trainer,
+    ):
+        write(ring, 7)
+        batch = taken(trainer, 1)
+        cut_connections(server)  # its claim ends, the first delivery in vain
+        assert trainer.take(1, 0.5) is None
+        batch.consume()
+        assert not batch.accepted.any()
+        again = taken(trainer, 1)
+        assert (steps(again), again.in_vain.tolist()) == ([7], [1])
 
 
 def test_a_claim_that_was_lost_does_not_count(ring: SharedRingBuffer, prefix: str) -> None:

@@ -88,12 +88,20 @@ class TakenPart(_ring.ReceivedPayloads):
         self.claims.end(self.positions[index : index + 1], end)
         self._leave(index)
 
-    def drop(self, index: int, reason: str, dead: bool, consumer: str = "", delay_s: float = 0.0) -> None:
+    def drop(
+        self,
+        index: int,
+        reason: str,
+        dead: bool,
+        consumer: str = "",
+        delay_s: float = 0.0,
+        in_vain: bool = True,
+    ) -> None:
         """See `ClaimedPart`."""
         if dead:
             self.leave_out(index, End(Verdict.DEAD, reason, consumer))
             return
-        self.claims.return_soon(self.positions[index : index + 1], delay_s, True)
+        self.claims.return_soon(self.positions[index : index + 1], delay_s, in_vain)
         self._leave(index)
 
     def _leave(self, index: int) -> None:

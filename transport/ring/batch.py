@@ -80,8 +80,19 @@ class ClaimedPart(Protocol):
     def note(self, index: int) -> bytes:
         """Return the encoded ticket."""
 
-    def drop(self, index: int, reason: str, dead: bool, consumer: str = "", delay_s: float = 0.0) -> None:
-        """Take the payload out of the part; it may be claimed again, after the delay, or not where ``dead``."""
+    def drop(
+        self,
+        index: int,
+        reason: str,
+        dead: bool,
+        consumer: str = "",
+        delay_s: float = 0.0,
+        in_vain: bool = True,
+    ) -> None:
+        """Take the payload out of the part; it may be claimed again, after the delay, or not where ``dead``.
+
+        ``in_vain``: that counts as a delivery.
+        """
 
     def release(self, delay_s: float = 0.0, in_vain: bool = True) -> None:
         """Give back what was not finished, without waiting. ``in_vain``: it counts as a delivery. Idempotent."""

@@ -137,6 +137,11 @@ class Batch(Payloads):
             raise UsageError(f"accepted of a batch that is {self._state}: consume() it first")
         return self._verdicts
 
+    @property
+    def settled(self) -> bool:
+        """True if what the rings answered is noted: what was not consumed may come again."""
+        return self._state in ("consumed", "in question")
+
     def settle(self) -> None:
         """Wait for the answers of the rings that were asked."""
         if self._state != "asked":

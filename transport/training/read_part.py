@@ -46,7 +46,15 @@ class ReadPart(_ring.ReceivedPayloads):
     def __repr__(self) -> str:
         return f"<ReadPart of {len(self)} payloads of {self.ring[:8]}>"
 
-    def drop(self, index: int, reason: str, dead: bool, consumer: str = "", delay_s: float = 0.0) -> None:
+    def drop(
+        self,
+        index: int,
+        reason: str,
+        dead: bool,
+        consumer: str = "",
+        delay_s: float = 0.0,
+        in_vain: bool = True,
+    ) -> None:
         """See `ClaimedPart`; its claim is the planner's."""
         self.leave(index)
 

@@ -217,7 +217,7 @@ class Trainer:
     @version.setter
     def version(self, version: int | None) -> None:
         before, self._learned.version = self._learned.version, version
-        if self._max_age is not None and before is not None and version is not None and version < before:
+        if self._max_age is not None and before is not None and (version is None or version < before):
             self.rings.rest_at_once()  # demands that wait discard what is not too old from now on
 
     # --- taking -------------------------------------------------------------------------------------
@@ -581,8 +581,10 @@ class Batches:
             looking = asyncio.create_task(asyncio.to_thread(self._look))
             try:
                 batch, over = await asyncio.shield(looking)
-            except asyncio.CancelledError:  # no thread may take for a call that is gone
-                await asyncio.wait({looking})
+            except asyncio.CancelledError:  # no thread may take for a call that is gone, however often it is cancelled
+                while not looking.done():
+                    with suppress(asyncio.CancelledError):
+                        await asyncio.wait({looking})
                 if looking.exception() is None:
                     self._seen = looking.result()
                 raise
@@ -632,7 +634,8 @@ class TrainerBook:
             before: parts of the batch that is being taken.
             end_parts: called for each that was consumed before; None: payloads have no parts.
         """
-        held = {each for batch in (*self.open, *self.unanswered) for each in deliveries(batch.parts, batch.columns)}
+        batches = [batch for batch in (*self.open, *self.unanswered) if not batch.settled]
+        held = {each for batch in batches for each in deliveries(batch.parts, batch.columns)}
         held.update(deliveries(before, columns_of(before)))
         for part in parts:
             for at, delivery in reversed(list(enumerate(deliveries([part], columns_of([part]))))):
@@ -641,8 +644,8 @@ class TrainerBook:
                     if end_parts is not None:
                         end_parts(part, at)
                     part.consume(at)
-                elif delivery in held:  # the batch that has it may come to nothing
-                    part.drop(at, "", False, "", _HELD_S)
+                elif delivery in held:  # the batch that has it may come to nothing, and then it comes again
+                    part.drop(at, "", False, delay_s=_HELD_S, in_vain=False)
                 else:
                     held.add(delivery)
         return [part for part in parts if len(part)]
