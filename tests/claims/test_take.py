@@ -640,7 +640,7 @@ async def test_an_end_that_contradicts_itself_closes_that_connection_only(
 async def test_a_listener_that_goes_on_in_the_way_of_the_handshake_loses_its_client(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with ScriptedListener() as listener, remote() as client:
+    async with ScriptedListener() as listener, remote(wire=TCP) as client:
         taking = asyncio.create_task(take(client, f"127.0.0.1:{listener.port}", 1, wait_s=LONG_S))
         side = await listener.accepted()
         await side.welcome()
