@@ -81,21 +81,16 @@ class ConsumedRecord:
         new = 0
         for ring, slot, generation, rank in payloads:
             if ring is not of:
-                slots, of = self._of(ring), ring
+                slots, of = self._rings.setdefault(ring, {}), ring
+                self._rings.move_to_end(ring)
+                if len(self._rings) > self._most_rings:
+                    self._rings.popitem(last=False)
             place = slot, rank
             last = slots.get(place)
             if last is None or _later(generation, last):
                 slots[place] = generation
                 new += 1
         return new
-
-    def _of(self, ring: str) -> dict[tuple[int, int], int]:
-        """Return the slots of a ring, which is the one used last from here on."""
-        slots = self._rings.setdefault(ring, {})
-        self._rings.move_to_end(ring)
-        if len(self._rings) > self._most_rings:
-            self._rings.popitem(last=False)
-        return slots
 
     def contains(self, ring: str, slot: int, generation: int, rank: int) -> bool:
         """Return whether ``accept`` would return False. Records nothing."""
