@@ -64,7 +64,8 @@ def stopped(ring: SharedRingBuffer, address: str) -> Iterator[None]:
     try:
         yield
     finally:
-        os.kill(listener, signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):  # which the test has killed meanwhile
+            os.kill(listener, signal.SIGCONT)
 
 
 async def comes_again(of: Taken) -> None:
