@@ -96,3 +96,26 @@ def test_a_close_that_is_interrupted_at_any_line_is_finished_by_the_next_one(
         assert trainer.statistics().client.links_in_use == 0 and not trainer._dropped.alive, at
         eventually(lambda: ring.native.depth(0)["ready"] == 1, "what was not consumed can be claimed")
         assert ring.native.depth(0)["done"] == at
+
+
+def test_a_take_that_is_interrupted_at_any_line_gives_every_payload_to_a_later_one(
+    ring: SharedRingBuffer, prefix: str
+) -> None:
+    at, interrupted = 0, True
+    while interrupted:
+        at += 1
+        interrupt = Interrupted(at, ("transport.claims.network", "transport.claims.taken_part"))
+        with Trainer(SCHEMA, f"rings:{prefix}", wire={NETWORK_WIRE}) as trainer:  # type: ignore[arg-type]
+            ring.write_many([{"x": np.int64(number)} for number in range(4)])
+            assert trainer.take(4) is None
+            eventually(lambda: ring.native.depth(0)["claimed"] == 4, "they have come, in one part")
+            with interrupt:
+                trainer.take(2, LONG_S)  # what it returns is dropped, and goes back
+            interrupted = interrupt.left <= 0
+            accepted: list[int] = []
+            while len(accepted) < 4:
+                batch = trainer.take(2, LONG_S)
+                assert batch is not None, at
+                batch.consume()
+                accepted += [int(each["x"]) for each, ours in zip(batch, batch.accepted, strict=True) if ours]
+            assert sorted(accepted) == [0, 1, 2, 3], at

@@ -205,9 +205,9 @@ class NetworkSource:
             claims = part.claims
             if not claims.connection.link.native.alive:  # others may have claimed the payloads
                 continue
-            if len(part) > n:
-                came.appendleft(part)
-                part = part.first(n)
+            if len(part) > n:  # what is divided is nobody else's meanwhile: an interrupt lets all of it go back
+                rest, part = part, part.first(n)
+                came.appendleft(rest)
             # Without the part: one that is dropped goes back.
             claims.soon(of.demands.given, claims, part.positions)
             if oldest_version is not None:
