@@ -673,19 +673,26 @@ def test_what_was_consumed_does_not_come_again_when_the_close_was_interrupted(
         assert sorted([seen, *learned(trainer, 1)]) == [[0] * 4, [1] * 4]
 
 
-def test_a_step_whose_consume_was_interrupted_is_in_the_record_when_it_is_repeated(
-    ring: SharedRingBuffer, prefix: str, monkeypatch: pytest.MonkeyPatch
+def test_a_step_whose_consume_was_interrupted_at_any_line_is_in_the_record_when_it_is_repeated(
+    ring: SharedRingBuffer, prefix: str
 ) -> None:
-    write(ring, "p", 1)
+    of = (ConsumedRecord.__module__,)
+    at, interrupted = 0, True
     with trainer_of(prefix) as trainer:
-        step = next(iter(trainer.steps(1)))
-        step.accept()
-        once_interrupted(monkeypatch, ConsumedRecord, "accept", at=2)
-        with pytest.raises(KeyboardInterrupt):
+        steps = iter(trainer.steps(1))
+        while interrupted:
+            at += 1
+            write(ring, f"p{at}", 1)
+            step = next(steps)
+            step.accept()
+            interrupt = Interrupted(at, of)
+            with interrupt:
+                trainer.consume()
+            interrupted = interrupt.left <= 0
             trainer.consume()
-        trainer.consume()
-        record = trainer.record
-        assert not any(record.accept(*delivery) for delivery in step.deliveries)
+            record = trainer.record
+            assert not any(record.accept(*delivery) for delivery in step.deliveries), at
+    assert at > 10
 
 
 def test_the_end_of_a_group_lasts_as_long_as_its_samples(ring: SharedRingBuffer, prefix: str, wire: str) -> None:

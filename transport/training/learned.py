@@ -100,8 +100,7 @@ class Learned:
         self.accepted.pop(step.number, None)  # last: what stays accepted is consumed by the next call
 
     def _note(self, record: ConsumedRecord, step: LearnedStep) -> None:
-        for delivery in step.deliveries:
-            record.accept(*delivery)
+        record.accept_all(step.deliveries)
         record.groups.add(step.groups)
         if self.mesh:
             record.steps[self.mesh] = max(step.number, record.steps.get(self.mesh, -1))

@@ -213,7 +213,7 @@ class Planner:
             self._records.leave()
         except StoreError as error:  # who plans next finds in the records what was learned
             log.warning("the store of the steps does not answer at the close: %s", error_text(error))
-        except Exception:  # but no interrupt, after which the next call goes on with what is held
+        except Exception:  # an interrupt keeps what is held: the next call finishes
             self._holding.close()
             raise
         self._holding.close()
@@ -335,8 +335,7 @@ class Planner:
             self._records.cannot_read(step.number, why, [])
 
     def _note_learned(self, step: PlannedStep) -> None:
-        for delivery in step.deliveries():
-            self._learned.accept(*delivery)
+        self._learned.accept_all(step.deliveries())
         self._learned.groups.add(step.names())
 
     def _consume(self, step: PlannedStep) -> None:
