@@ -169,7 +169,7 @@ class Feed:
         return hello.name
 
     async def _beat(self) -> None:
-        """Give signs of life: a parent with nothing to say is told from one that is stopped, or whose host is gone."""
+        """Give signs of life, by which a child tells a parent with nothing to say from one that is stopped or gone."""
         while True:
             await asyncio.sleep(self._stall_s / 4)
             for writer in list(self._children.values()):
