@@ -15,7 +15,7 @@ TakerEntry& Ring::taker(unsigned index) const {
 
 int Ring::open_taker(std::uint64_t token) {
   require_owner();
-  for (int tries = 0; tries < 3; ++tries) {
+  for (;;) {  // each turn that ends without an entry is one in which somebody else opened or ended one
     int oldest = -1;
     std::uint64_t oldest_state = 0, oldest_ns = ~std::uint64_t{0};
     for (unsigned index = 0; index < kTakers; ++index) {
@@ -40,7 +40,6 @@ int Ring::open_taker(std::uint64_t token) {
     entry.state.store(TakerEntry::in(building, TakerEntry::live), std::memory_order_release);
     return oldest;
   }
-  return -1;
 }
 
 void Ring::close_taker(int index) {

@@ -1,5 +1,7 @@
 // What became of finishes: the owner is killed or stopped between any two steps, and the slot is used anew meanwhile.
+#include <atomic>
 #include <string_view>
+#include <thread>
 #include <vector>
 
 #include "crash.hpp"
@@ -280,6 +282,23 @@ TEST(the_last_finishes_of_a_connection_are_told_and_its_entry_is_its_own_while_i
   CHECK(s.ring->open_taker(kToken) == entries[3]);  // the one that was used longest ago
   CHECK(s.ring->outcome(8, claims[9]) == Outcome::accepted && s.ring->outcome(4, claims[9]) == Outcome::unknown);
   CHECK(s.ring->open_taker(kToken + 1) == entries[7] && s.ring->outcome(8, claims[9]) == Outcome::unknown);
+}
+
+TEST(connections_that_come_at_once_each_get_an_entry_while_some_are_free) {
+  Shared s("at_once");
+  std::atomic<int> without{0};
+  std::vector<std::thread> threads;
+  for (std::uint64_t token = 1; token <= 4; ++token)
+    threads.emplace_back([&s, &without, token] {
+      const auto taker = s.ring->attach_again(Role::listener);
+      for (int i = 0; i < 5000; ++i) {
+        const int entry = taker->open_taker(token);
+        without += entry < 0 ? 1 : 0;
+        taker->close_taker(entry);
+      }
+    });
+  for (std::thread& each : threads) each.join();
+  CHECK(without == 0);
 }
 
 TEST(an_owner_killed_while_it_takes_an_entry_leaves_it_to_others) {
