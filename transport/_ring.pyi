@@ -251,6 +251,8 @@ class Ring:
     @property
     def unread(self) -> int:
         """Payloads that a rank has not consumed; one that all consumed may still be READING, for a view of it."""
+    def left(self, rank: int) -> int:
+        """Return how many payloads a rank has not consumed, with slots being written; it only falls once `ended`."""
     def counters(self) -> dict[str, int]:
         """Return sums over all owners, living and dead: takes, overwrites, publishes, aborts, pins, unpins,
         consumes, late_finalises, discards, reclaimed_writing, reclaimed_reading, stale_pins, full_waits,

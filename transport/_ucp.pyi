@@ -129,8 +129,10 @@ class Link:
         oldest_version: int,
         most_attempts: int,
         verify: bool,
+        told: int,
     ) -> int:
-        """TAKE into memory of `room_for` bytes. Outcome: [code, payloads, positions of those with wrong bytes …]."""
+        """TAKE into memory of `room_for` bytes; ``told``: what the last answer said is left. Outcome: [code, payloads,
+        what is left or MORE_TO_COME, positions of those with wrong bytes …]."""
     def settle(
         self, token: object, rows: object, kind: int, delay_ms: int = 0, key: int = 0, unread: bool = False
     ) -> int:
@@ -143,6 +145,7 @@ class Link:
 
 MOST_TAKEN: int
 MOST_TAKEN_BYTES: int
+MORE_TO_COME: int
 
 def room_for(most: int, most_bytes: int) -> int:
     """Bytes of the longest answer to a TAKE."""

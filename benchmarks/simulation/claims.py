@@ -186,7 +186,7 @@ class SimNative:
         def put(rows: Rows) -> list[int]:
             view = memoryview(buffer).cast("B")
             view[_HEADER : _HEADER + rows.nbytes] = rows.tobytes()
-            return [0, len(rows), 0]
+            return [0, len(rows), engine().MORE_TO_COME]
 
         return int(self._link.demand(token, min(most, engine().MOST_TAKEN), wait_ms / 1000, put))
 

@@ -381,6 +381,7 @@ void bind_ring(nb::module_& module) {
       .def("payload", payload, "slot"_a)
       .def("state_counts", state_counts)
       .def_prop_ro("unread", &Ring::unread)
+      .def("left", &Ring::left, "rank"_a)
       .def("counters", counters)
       .def(
           "count",

@@ -21,7 +21,7 @@ std::uint64_t room_for(std::uint64_t most, std::uint64_t most_bytes) {
 
 std::uint32_t take(Link& link, nb::handle token, nb::handle memory, std::uint32_t most, std::uint32_t wait_ms,
                    std::uint64_t most_bytes, std::uint32_t joined_most, std::uint8_t rank, std::int64_t oldest_version,
-                   std::uint16_t most_attempts, bool verify) {
+                   std::uint16_t most_attempts, bool verify, std::uint32_t told) {
   if (most == 0 || most > kMostTaken || most_bytes > kMostTakenBytes || rank >= kRanks || most_attempts > kMostTries)
     throw nb::value_error("a demand that no listener accepts");
   if (link.next_number() >= kMessageNumbers) throw nb::value_error("the link's message numbers are used up");
@@ -29,7 +29,7 @@ std::uint32_t take(Link& link, nb::handle token, nb::handle memory, std::uint32_
   if (place.memory != UCS_MEMORY_TYPE_HOST || place.size < room_for(most, most_bytes))
     throw nb::value_error("host memory with room for the longest answer");
   return link.take(own(token),
-                   {most, wait_ms, most_bytes, joined_most, rank, oldest_version, most_attempts, verify},
+                   {most, wait_ms, most_bytes, joined_most, rank, oldest_version, most_attempts, verify, told},
                    {place.data, place.size, std::move(place.keep)});
 }
 
@@ -87,10 +87,11 @@ std::uint32_t end(Link& link, nb::handle token, nb::handle row, std::uint32_t ho
 void bind_takes(nb::module_& module, nb::class_<Link>& link) {
   module.attr("MOST_TAKEN") = kMostTaken;
   module.attr("MOST_TAKEN_BYTES") = kMostTakenBytes;
+  module.attr("MORE_TO_COME") = kMoreToCome;
   module.def("room_for", room_for, "most"_a, "most_bytes"_a, "Bytes of the longest answer to a TAKE.");
   module.def("taken", taken, "memory"_a, "count"_a);
   link.def("take", take, "token"_a, "memory"_a, nb::kw_only(), "most"_a, "wait_ms"_a, "most_bytes"_a, "joined_most"_a,
-           "rank"_a, "oldest_version"_a, "most_attempts"_a, "verify"_a)
+           "rank"_a, "oldest_version"_a, "most_attempts"_a, "verify"_a, "told"_a)
       .def("settle", settle, "token"_a, "rows"_a, "kind"_a, "delay_ms"_a = 0, "key"_a = 0, "unread"_a = false)
       .def("end", end, "token"_a, "row"_a, "how"_a, "reason"_a, "consumer"_a)
       .def_prop_ro("token", &Link::token);

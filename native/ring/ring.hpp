@@ -216,6 +216,8 @@ class Ring {
   std::array<std::uint64_t, 4> state_counts() const;
   // Payloads that a rank has not consumed. A slot whose payload every rank consumed may still be READING: a view of it.
   std::uint64_t unread() const;
+  // Payloads that a rank has not consumed, and slots of which nobody knows yet. Once the writer has ended it only falls.
+  std::uint64_t left(unsigned rank) const;
   std::array<std::uint64_t, kCounterNames.size()> counters() const;
   void count(Counter which, std::uint64_t amount);
   // By the owners of this place so far, or by all observers.

@@ -80,6 +80,17 @@ std::uint64_t Ring::unread() const {
   return count;
 }
 
+std::uint64_t Ring::left(unsigned rank) const {
+  require_open();
+  require_rank(rank);
+  std::uint64_t count = 0;
+  for (std::uint64_t slot = 0; slot < segment_.identity.slot_count; ++slot) {
+    const Word word{control(slot).word.load(std::memory_order_acquire)};
+    count += word.state() == State::writing || (word.published() && (word.done() & slot_word::bit(rank)) == 0) ? 1 : 0;
+  }
+  return count;
+}
+
 std::array<std::uint64_t, kCounterNames.size()> Ring::counters() const {
   require_open();
   std::array<std::uint64_t, kCounterNames.size()> sums{};

@@ -27,7 +27,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
         sum += static_cast<std::uint64_t>(texts[at]);
     }
     if (record.kind == static_cast<std::uint8_t>(Kind::take)) {
-      const std::uint64_t room = taken_room(record.slot, record.length, 2048);
+      const std::uint64_t room = taken_room(record.slot, bytes_of(record), 2048);
       if (header.count != 1 || record.slot - 1 >= kMostTaken || record.rank >= kRanks || room >> 31 != 0) std::abort();
     }
     sum += record.key + record.length + record.slot;

@@ -14,7 +14,7 @@ namespace transport::ucp {
 
 static_assert(std::endian::native == std::endian::little, "frames are little-endian");
 
-inline constexpr std::uint8_t kVersion = 7;  // of the wire: both sides of a connection have the same
+inline constexpr std::uint8_t kVersion = 8;  // of the wire: both sides of a connection have the same
 inline constexpr std::uint32_t kMostRecords = 63;
 inline constexpr std::uint32_t kMessageNumbers = 1U << 24;
 
@@ -72,14 +72,15 @@ static_assert(sizeof(Answer) == 32);
 
 // --- TAKE ---------------------------------------------------------------------------------------------------
 // The record, which stands alone in its message: `slot` is how many payloads at most, `generation` for how many
-// milliseconds it may wait, `length` how many bytes of payloads, `joined_most` the largest that is joined, `key` the
-// oldest policy version (signed). Its STATUS:
+// milliseconds it may wait, `length` how many bytes of payloads (lower half) and what the client was last told to be left
+// (upper half), `joined_most` the largest that is joined, `key` the oldest policy version (signed). Its STATUS:
 //
 //    header | a Taken for each payload | their notes | zeros up to a multiple of 64 | payloads, each at a multiple of 64
 //
 // Payloads without kJoined are claimed, and asked for by READ. `joined_bytes` are those from the first multiple on. The
-// header's `code` has, above its lowest 8 bits, how many messages of the client were done when the answer was found: what
-// the listener says of the client's claims is behind what these have asked for, and nothing else.
+// header's `code` has, above its lowest 8 bits, how many payloads are left that the rank has not consumed, whoever has
+// claimed them; kMoreToCome while the writer has not said its end. The number only falls, so that a client that holds as
+// many has them all, however old the answer is.
 // The fields of Taken are listed here and nowhere else: the struct follows from the list, and so does the dtype of
 // transport/claims/batch.py, through `_ring.TAKEN_FIELDS`.
 #define TRANSPORT_TAKEN_FIELDS(FIELD)                                              \
@@ -127,11 +128,13 @@ inline constexpr std::uint16_t kMostTries = 2047;
 inline constexpr std::uint8_t kRanks = 16;
 inline constexpr std::size_t kTakenAlignment = 64;
 
-constexpr std::uint32_t found_code(std::uint32_t code, std::uint32_t messages_done) {
-  return messages_done << 8 | code;
-}
+inline constexpr std::uint32_t kMoreToCome = (1U << 24) - 1;
+constexpr std::uint32_t found_code(std::uint32_t code, std::uint32_t left) { return left << 8 | code; }
 constexpr std::uint32_t code_of(const Header& found) { return found.code & 0xff; }
-constexpr std::uint32_t messages_done(const Header& found) { return found.code >> 8; }
+constexpr std::uint32_t left_of(const Header& found) { return found.code >> 8; }
+constexpr std::uint64_t length_of_take(std::uint64_t bytes, std::uint32_t told) { return std::uint64_t{told} << 32 | bytes; }
+constexpr std::uint64_t bytes_of(const Record& take) { return take.length & 0xffff'ffff; }
+constexpr std::uint32_t told_of(const Record& take) { return static_cast<std::uint32_t>(take.length >> 32); }
 
 constexpr std::uint64_t aligned_taken(std::uint64_t bytes) {
   return (bytes + kTakenAlignment - 1) / kTakenAlignment * kTakenAlignment;
@@ -221,7 +224,7 @@ inline const char* control_fault(const std::byte* message, std::size_t length, s
     if (record.kind != static_cast<std::uint8_t>(Kind::take)) continue;
     if (header.count != 1) return "a demand that does not stand alone";
     if (record.slot == 0 || record.slot > kMostTaken) return "a demand for too few or too many payloads";
-    if (record.length > kMostTakenBytes) return "a demand for too many bytes";
+    if (bytes_of(record) > kMostTakenBytes) return "a demand for too many bytes";
     if (record.rank >= kRanks || record.attempts > kMostTries) return "a demand of no rank, or for too many attempts";
   }
   if (header.number != due) return "a control message with the wrong message number";

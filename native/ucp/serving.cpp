@@ -309,13 +309,6 @@ void Connection::payload_sent(void* self, std::uint32_t, ucs_status_t status, st
   connection.sent(status);
 }
 
-std::size_t Connection::claims() const {
-  std::size_t count = 0;
-  for (const Attempt* each = first_; each != nullptr; each = each->next)
-    if (each->hold == Attempt::Hold::claim && each->state != Attempt::State::acknowledged) ++count;
-  return count;
-}
-
 void Connection::sent(ucs_status_t status) {
   --unsent_;
   if (over_) return;

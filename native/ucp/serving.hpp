@@ -35,7 +35,7 @@ namespace transport::ucp {
 class Connection;
 
 // `status` of the classes in transport/errors.py.
-enum class Code : std::uint8_t { accepted = 0, stale = 1, wrong_key = 2, rank = 6, length = 7, busy = 8, unknown = 10, ended = 11, written = 12 };
+enum class Code : std::uint8_t { accepted = 0, stale = 1, wrong_key = 2, rank = 6, length = 7, busy = 8, unknown = 10, ended = 11 };
 
 // SlotFate of transport/wire/frames.py.
 enum class Fate : std::uint8_t { readable = 1, consumed = 2, gone = 3 };
@@ -113,7 +113,8 @@ struct Demand {
   Connection* connection;
   std::uint32_t number;
   Asked asked;
-  std::uint64_t joined_most, until_ns;
+  std::uint32_t told;  // to be left
+  std::uint64_t joined_most, since_ns, until_ns;
 };
 
 // A payload of an answer.
@@ -194,8 +195,9 @@ class Service {
   Code end_untrained(Connection& connection, const Record& record, const std::byte* texts);
   bool end_claim(Attempt& attempt, const std::function<bool(const ClaimId&)>& how);
   Code outcome(const Record& record);
-  Code nothing(const Connection& connection) const;
-  bool is_news(const Connection& connection) const;
+  std::uint32_t left(unsigned rank) const;
+  Code nothing() const;
+  bool is_news(const Demand& demand, std::uint64_t now) const;
   void end_reads(const Connection& connection, const Record& record);
   void acknowledge(const Record& record);
   std::uint64_t fate(const Record& record) const;
@@ -306,7 +308,6 @@ class Connection : public Deferred {
   void sent(ucs_status_t status);
   void end(End how, const char* reason);
   void expect_no_more();
-  std::size_t claims() const;  // that have neither an end nor are on their way back
 
   std::shared_ptr<Service> service_;
   std::shared_ptr<Endpoint> endpoint_;
@@ -325,7 +326,6 @@ class Connection : public Deferred {
   std::size_t attempts_ = 0;
   std::size_t reads_ = 0;  // of the attempts
   std::size_t waiting_ = 0;
-  bool told_written_ = false;  // by the last answer to a demand, behind which no claim was given back
   int taker_ = -1;  // where its finishes are noted, once it has asked for payloads
   Attempt* first_ = nullptr;
   const std::uint64_t lease_ns_;  // as OwnerRow's: the client's own, 0: none

@@ -19,6 +19,7 @@ struct TakeTerms {
   std::int64_t oldest_version;
   std::uint16_t most_attempts;
   bool verify;
+  std::uint32_t told = kMoreToCome;  // how many are left, by the last answer
 };
 
 inline Taken taken_at(const std::byte* message, std::size_t index) {

@@ -32,7 +32,8 @@ class TakeOperation final : public Deferred, public std::enable_shared_from_this
     store(control_.data(), Header{0, kVersion, static_cast<std::uint8_t>(Kind::control), 1, number_, 0, 0});
     store(control_.data() + sizeof(Header),
           Record{static_cast<std::uint8_t>(Kind::take), terms_.rank, terms_.most_attempts, terms_.most, terms_.wait_ms,
-                 terms_.joined_most, std::bit_cast<std::uint64_t>(terms_.oldest_version), terms_.most_bytes});
+                 terms_.joined_most, std::bit_cast<std::uint64_t>(terms_.oldest_version),
+                 length_of_take(terms_.most_bytes, terms_.told)});
     seal(control_.data(), control_.size());
     endpoint.send(control_.data(), control_.size(), tag_of(link_->their_base_, number_), {&TakeOperation::sent, this},
                   self_);
@@ -83,7 +84,7 @@ class TakeOperation final : public Deferred, public std::enable_shared_from_this
     auto outcomes = std::make_unique<std::vector<long>>();
     outcomes->push_back(code_of(header));
     outcomes->push_back(header.count);
-    outcomes->push_back(messages_done(header));
+    outcomes->push_back(left_of(header));
     if (terms_.verify) verify(header, *outcomes);
     return {token, 0, std::move(outcomes)};
   }

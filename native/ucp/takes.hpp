@@ -2,8 +2,8 @@
 //
 //   take ──► receive posted, TAKE sent ──► STATUS ──► checked, all of it ──► checksums of what is joined ──► event
 //
-// Outcomes: the listener's code, how many payloads, how many messages of this client were done when that was found, then
-// the positions of the payloads whose bytes are not what was written.
+// Outcomes: the listener's code, how many payloads, how many are left (kMoreToCome: the writer goes on), then the
+// positions of the payloads whose bytes are not what was written.
 // The answer is left where it is: its layout is that of frames.hpp. Payloads that are not joined are asked for by
 // `Link::read` with their tickets, under the claims.
 #pragma once

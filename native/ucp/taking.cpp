@@ -47,18 +47,21 @@ void TakeReply::find_copied() {
 // --- demands ----------------------------------------------------------------------------------------
 void Service::take(Connection& connection, std::uint32_t number, const Record& record) {
   connection.expect_no_more();
+  const std::uint64_t now = monotonic_ns();
   Demand demand{&connection,
                 number,
-                {record.rank, record.slot, record.joined_most == 0 ? kUnlimited : record.length,
+                {record.rank, record.slot, record.joined_most == 0 ? kUnlimited : bytes_of(record),
                  std::bit_cast<std::int64_t>(record.key), record.attempts,
                  connection.endpoint_->peer()},
+                told_of(record),
                 record.joined_most,
-                monotonic_ns() + record.generation * kMillisecond};
+                now,
+                now + record.generation * kMillisecond};
   if (draining && ring_.drained()) return answer(demand, Code::ended);
   if (draining || connection.waiting_ >= limits_.most_waiting) return answer(demand, Code::busy);
   const std::uint32_t before = seen(ring_.published());
   if (waiting_.empty() && serve(demand) == Served::answered) return;  // else the demands that wait have the first choice
-  if ((record.generation == 0 || is_news(connection)) && waiting_.empty()) return answer(demand, nothing(connection));
+  if ((record.generation == 0 || is_news(demand, now)) && waiting_.empty()) return answer(demand, nothing());
   waiting_.push_back(demand);
   ++connection.waiting_;
   FAULT_POINT("demand.waits");
@@ -107,7 +110,6 @@ Service::Served Service::serve(Demand& demand) {
 
 void Service::answer(const Demand& demand, Code code, const std::vector<Claimed>& claimed) {
   Connection& connection = *demand.connection;
-  connection.told_written_ = code == Code::written;
   std::shared_ptr<TakeReply> reply;
   if (take_replies_.empty()) {
     reply = std::make_shared<TakeReply>(mapping_);
@@ -186,7 +188,7 @@ void Service::answer(const Demand& demand, Code code, const std::vector<Claimed>
   store(copied.data(), Header{0, kVersion, static_cast<std::uint8_t>(Kind::status),
                               static_cast<std::uint16_t>(claimed.size()), demand.number,
                               static_cast<std::uint32_t>(joined),
-                              found_code(static_cast<std::uint32_t>(code), std::min(connection.due_, kMessageNumbers - 1))});
+                              found_code(static_cast<std::uint32_t>(code), left(demand.asked.rank))});
   seal(copied.data(), head);
   going.find_copied();
 
@@ -231,19 +233,19 @@ void Service::look() {
   }
 }
 
-// What a demand is told that found nothing: nothing at the moment; nothing more is written, and its own connection holds
-// what is left; or nothing is left.
-Code Service::nothing(const Connection& connection) const {
-  if (!ring_.ended()) return Code::accepted;
-  if (ring_.drained()) return Code::ended;
-  return ring_.unread() <= connection.claims() ? Code::written : Code::accepted;
+std::uint32_t Service::left(unsigned rank) const {
+  if (!ring_.ended()) return kMoreToCome;
+  return static_cast<std::uint32_t>(std::min<std::uint64_t>(ring_.left(rank), kMoreToCome - 1));
 }
 
-// Whether it is no use to wait, and the connection was not told since it gave claims back: else each demand behind the end
-// would come back at once.
-bool Service::is_news(const Connection& connection) const {
-  const Code found = nothing(connection);
-  return found == Code::ended || (found == Code::written && !connection.told_written_);
+// What a demand is told that found nothing: nothing at the moment, or nothing is left for any rank.
+Code Service::nothing() const { return ring_.drained() ? Code::ended : Code::accepted; }
+
+// Whether a demand that waits would rather know: the end at once, and now and then by how much less is left.
+bool Service::is_news(const Demand& demand, std::uint64_t now) const {
+  if (nothing() == Code::ended) return true;
+  if (demand.told != kMoreToCome && now < demand.since_ns + kLookAgain_ns) return false;
+  return left(demand.asked.rank) != demand.told;
 }
 
 // One round. What found nothing for a rank finds nothing for the next one.
@@ -260,8 +262,8 @@ void Service::serve_waiting() {
       over = found == Served::answered;
       if (found == Served::nothing) empty |= 1U << demand.asked.rank;
     }
-    if (!over && (now >= demand.until_ns || is_news(connection))) {
-      answer(demand, nothing(connection));
+    if (!over && (now >= demand.until_ns || is_news(demand, now))) {
+      answer(demand, nothing());
       over = true;
     }
     if (over)
@@ -371,7 +373,6 @@ Code Service::give_back(Connection& connection, const Record& record) {
   Attempt* const attempt = held(connection, record);
   if (attempt == nullptr) return Code::stale;
   handed_over(*attempt);
-  connection.told_written_ = false;
   bool accepted = true;
   const Return back = (record.joined_most & kUnread) != 0 ? Return::unread : Return::retried;
   const std::uint64_t delay_ns = std::min(record.length, ~std::uint64_t{0} / kMillisecond) * kMillisecond;

@@ -28,11 +28,13 @@ from transport.errors import (
     ClosedError,
     ConnectionLostError,
     LinkError,
+    RingEndedError,
     UsageError,
 )
 from transport.ticket import Ticket
 from transport.wire import frames
 from transport.wire.frames import Kind, Record
+from transport.wire.library import engine
 
 pytestmark = pytest.mark.ucx
 
@@ -208,9 +210,12 @@ async def test_a_connection_has_a_limited_number_of_demands_that_wait(ring: Shar
 LONG_MS = 60_000
 
 
-def demand(count: int = 1, wait_ms: int = 0) -> Record:
-    """TAKE for payloads of which each is joined to the answer."""
-    return Record(Kind.TAKE, slot=count, generation=wait_ms, length=1 << 20, joined_most=1 << 20)
+def demand(count: int = 1, wait_ms: int = 0, told: int | None = None, rank: int = 0) -> Record:
+    """TAKE for payloads of which each is joined to the answer; ``told`` is to be left."""
+    told = engine().MORE_TO_COME if told is None else told
+    return Record(
+        Kind.TAKE, slot=count, rank=rank, generation=wait_ms, length=told << 32 | 1 << 20, joined_most=1 << 20
+    )
 
 
 def end_of(kind: Kind, ticket: Ticket, **changes: int) -> Record:
@@ -233,59 +238,49 @@ async def received(peer: Peer, number: int) -> int:
 
 
 async def answer_to(peer: Peer, number: int) -> tuple[int, int, int]:
-    """How many payloads came with the answer to the peer's TAKE of this number, its code, and how many messages of the
-    peer were done before.
-    """
+    """How many payloads came with the answer to the peer's TAKE of this number, its code, and how many are left."""
     buffer = bytearray(1 << 17)
     await peer.endpoint.receive(buffer, frames.tag(peer.base, number))
     return int.from_bytes(buffer[10:12], "little"), buffer[20], int.from_bytes(buffer[21:24], "little")
 
 
 @asynchronous
-async def test_a_demand_that_waits_is_told_once_that_its_connection_holds_all_there_will_be(
+async def test_a_demand_that_waits_is_told_what_is_left_at_the_end_and_whenever_that_is_less(
     ring: SharedRingBuffer,
 ) -> None:
-    held = ring.write_raw(b"x")
-    async with Stage(ring) as stage:
-        service = stage.listener._service
-        assert service is not None
-        peer = await stage.connected()
-        taken = peer.tell(demand())
-        assert await answer_to(peer, taken) == (1, 0, taken)
-        first = peer.tell(demand(wait_ms=60 * LONG_MS))
-        await until(lambda: service.waiting == 1, "it waits")
-        ring.end_data()
-        assert await answer_to(peer, first) == (0, frames.WRITTEN, first + 1)
-        second = peer.tell(demand(wait_ms=60 * LONG_MS))  # as a client asks again at once
-        await until(lambda: service.waiting == 1, "it waits, though the listener has looked")
-        service.look()
-        assert service.waiting == 1
-        peer.tell(end_of(Kind.FINISH, held))
-        assert (await answer_to(peer, second))[1] not in (0, frames.WRITTEN)
-
-
-@asynchronous
-async def test_a_demand_that_waits_is_told_again_when_another_has_consumed_what_its_connection_gave_back(
-    ring: SharedRingBuffer,
-) -> None:
-    _, returned = ring.write_raw(b"kept"), ring.write_raw(b"returned")
+    mine, theirs = ring.write_raw(b"mine"), ring.write_raw(b"theirs")
+    more = engine().MORE_TO_COME
     async with Stage(ring) as stage:
         service = stage.listener._service
         assert service is not None
         peer, other = await stage.connected(), await stage.connected()
-        taken = peer.tell(demand(2))
-        assert await answer_to(peer, taken) == (2, 0, taken)
+        assert await answer_to(peer, peer.tell(demand())) == (1, 0, more)
+        assert await answer_to(other, other.tell(demand())) == (1, 0, more)
+        first = peer.tell(demand(wait_ms=60 * LONG_MS))
+        await until(lambda: service.waiting == 1, "it waits")
         ring.end_data()
-        told = peer.tell(demand(wait_ms=60 * LONG_MS))
-        assert await answer_to(peer, told) == (0, frames.WRITTEN, told)
-        theirs = other.tell(demand(wait_ms=60 * LONG_MS))
-        await until(lambda: service.waiting == 1, "the other waits, first")
-        again = peer.tell(demand(wait_ms=60 * LONG_MS))
-        await until(lambda: service.waiting == 2, "both wait")
-        back = peer.tell(end_of(Kind.GIVE_BACK, returned))
-        assert await answer_to(other, theirs) == (1, 0, theirs + 1)
-        other.tell(end_of(Kind.FINISH, returned, attempts=2))
-        assert await answer_to(peer, again) == (0, frames.WRITTEN, back + 1)
+        assert await answer_to(peer, first) == (0, 0, 2)  # whoever holds them
+        second = peer.tell(demand(wait_ms=60 * LONG_MS, told=2))  # as a client asks again at once
+        await until(lambda: service.waiting == 1, "it waits, though the listener has looked")
+        service.look()
+        assert service.waiting == 1
+        other.tell(end_of(Kind.FINISH, theirs))
+        assert await answer_to(peer, second) == (0, 0, 1)
+        third = peer.tell(demand(wait_ms=60 * LONG_MS, told=1))
+        peer.tell(end_of(Kind.FINISH, mine))
+        assert (await answer_to(peer, third))[1] == RingEndedError.status
+
+
+@asynchronous
+async def test_what_another_rank_has_not_consumed_is_not_left_for_this_one(ring: SharedRingBuffer) -> None:
+    ticket = ring.write_raw(b"x", readers=2)
+    ring.end_data()
+    async with Stage(ring) as stage:
+        peer = await stage.connected()
+        assert await answer_to(peer, peer.tell(demand(rank=1))) == (1, 0, 1)
+        peer.tell(end_of(Kind.FINISH, ticket, rank=1))
+        assert await answer_to(peer, peer.tell(demand(rank=1))) == (0, 0, 0)
+        assert await answer_to(peer, peer.tell(demand())) == (1, 0, 1)
 
 
 # --- a connection at its limits -------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from transport.settings import DEFAULTS
 from transport.ticket import Ticket
 from transport.wire import frames
 from transport.wire.frames import Kind, Record
+from transport.wire.library import engine
 
 pytestmark = pytest.mark.ucx
 
@@ -47,7 +48,7 @@ def aligned(size: int) -> int:
 
 
 def answered(
-    number: int, items: list[tuple[bytes, bytes, bool]], lengths: dict[int, int] | None = None, code: int = 0
+    number: int, items: list[tuple[bytes, bytes, bool]], lengths: dict[int, int] | None = None
 ) -> bytes:  # (ticket, payload, joined)
     """An answer to TAKE. ``lengths`` lie about the payloads at some positions."""
     rows, notes, payloads = b"", b"", b""
@@ -60,6 +61,7 @@ def answered(
         notes += note
         if joined:
             payloads = payloads.ljust(aligned(len(payloads)), b"\0") + data
+    code = engine().MORE_TO_COME << 8
     head = bytes(8) + struct.pack("<BBHIII", frames.VERSION, Kind.STATUS, len(items), number, len(payloads), code)
     head += rows + notes
     return bytes(sealed(bytearray(head.ljust(aligned(len(head)), b"\0") if payloads else head))) + payloads
@@ -173,30 +175,6 @@ async def test_an_answer_with_more_or_fewer_codes_than_claims_were_ended_ends_th
         await side.status(number, *(Answer(0, at) for at in range(codes)))
         await until(lambda: connection.lost and batch.claims.answered(batch.positions), "both have ended")
         assert batch.claims.verdicts[batch.positions].tolist() == [verdict] * 2
-        connections.close()
-
-
-def written(number: int, messages_done: int) -> bytes:
-    """An answer to TAKE: no more payloads are written, and the connection holds what is left."""
-    return answered(number, [], code=messages_done << 8 | frames.WRITTEN)
-
-
-@asynchronous
-async def test_an_answer_that_all_is_written_holds_for_the_claims_behind_which_it_was_found() -> None:
-    async with ScriptedListener() as listener:
-        link, side = await listener.linked()
-        connections = ClaimConnections(listener, DEFAULTS, BufferPool(), {})  # type: ignore[arg-type]
-        connection = ClaimConnection(link, connections)
-        batch = await two_taken(connection, side)
-        for part, was_done in ((batch.first(1), False), (batch, True)):
-            _, taken = connection.demand(1, most_bytes=200)
-            demand, _ = await side.asked()
-            part.release()
-            back, _ = await side.asked()
-            await side.status_bytes(demand, written(demand, back + was_done))
-            assert len(await taken) == 0
-            assert connection.written is was_done
-            await side.status(back, Answer(0, 0))
         connections.close()
 
 

@@ -67,7 +67,7 @@ def test_native_code_has_the_same_codes() -> None:
         "ended": RingEndedError,
     }
     codes = {name: error.status for name, error in errors.items()}
-    assert native("Code") == {"accepted": 0, "unknown": frames.UNKNOWN, "written": frames.WRITTEN, **codes}
+    assert native("Code") == {"accepted": 0, "unknown": frames.UNKNOWN, **codes}
     assert native("Fate") == {fate.name.lower(): fate.value for fate in SlotFate}
 
 

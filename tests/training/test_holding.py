@@ -324,6 +324,30 @@ def test_all_is_written_only_when_nothing_is_on_its_way_back(prefix: str, wire: 
             eventually(lambda: holding.take(4, 0.0) == [] and holding.all_written(), "it is held again")
 
 
+def test_all_is_written_for_a_rank_whatever_another_one_has_not_consumed(prefix: str, wire: str) -> None:
+    with ring_of(prefix) as ring, holding_of(prefix, wire) as first, holding_of(prefix, wire, rank=1) as second:
+        for _ in range(3):
+            ring.write_raw(b"any", readers=2)
+        ring.end_data()
+        for each in (first, second):
+            held_by(each, 3)
+        for each in (first, second):
+            eventually(
+                lambda each=each: each.take(1, 0.0) == [] and each.all_written(), "each waits for none of the other"
+            )
+
+
+def test_all_is_written_whichever_connections_hold_it(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transport.claims.connection._SPENT", 1)  # messages, after which another connection asks
+    with ring_of(prefix) as ring, holding_of(prefix, "tcp") as holding:
+        for _ in range(3):
+            ring.write_raw(b"any")
+            held_by(holding, 1)
+        assert len({each.claims.connection for each in holding._held.values() if isinstance(each, _There)}) > 1
+        ring.end_data()
+        eventually(lambda: holding.take(1, 0.0) == [] and holding.all_written(), "all is held")
+
+
 def test_older_versions_are_discarded_and_rings_of_other_schemas_left_alone(prefix: str, wire: str) -> None:
     with (
         ring_of(prefix, schema=SCHEMA, slot_bytes=None) as ring,

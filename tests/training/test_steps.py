@@ -379,6 +379,27 @@ def test_a_planner_repeats_what_it_said_so_that_rollouts_hear_that_it_is_there(
         assert versions == [0, 0, 1]
 
 
+def test_two_meshes_that_plan_for_one_reader_are_told_of_each_other(
+    prefix: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with open_rings(f"rings:{prefix}") as rings:
+        gone, first, second, other_reader = (
+            LeadSaid(rings, 0, "gone"),
+            LeadSaid(rings, 0, "a"),
+            LeadSaid(rings, 0, "b"),
+            LeadSaid(rings, 1, "c"),
+        )
+        gone.say(1)
+        for each in (first, other_reader, first):
+            each.again()
+            each.say(1)
+        assert caplog.records == []  # one begins where another has ended
+        second.say(1)
+        first.again()
+        first.say(1)
+        assert [each.name for each in caplog.records] == [lead.__name__]
+
+
 def test_a_rollout_waits_for_the_slowest_of_several_readers(prefix: str) -> None:
     with (
         Rollout(SCHEMA, f"rings:{prefix}", ahead=1, readers=2, mode="thread", drain_s=0) as rollout,

@@ -26,10 +26,10 @@ def made(**changes: Any) -> bytes:
 
 
 def test_proof_golden() -> None:
-    # Checked with: (printf 'transport-7 client\0…'; printf hello | openssl dgst -sha256 -binary) |
+    # Checked with: (printf 'transport-8 client\0…'; printf hello | openssl dgst -sha256 -binary) |
     #               openssl dgst -sha256 -hmac secret
-    assert made().hex() == "bda3609aeff0c678e76f33adb17b35c8e6394073982f91981c1d63140b34cdbb"
-    assert made(side="listener").hex() == "a6a3b9f268b22eb2367033d62ba1b09238a6c9ca8a5a25522d3a88cdc9430626"
+    assert made().hex() == "f4ad6abc7f74cdd910335ba57d8721bdbefeeeeaafc69c815fd0afde3b451e42"
+    assert made(side="listener").hex() == "77ca68b4524d9a43db96b7bc07f533e35fb02f8299c7438e8bdca8c231fb8618"
 
 
 def test_proof_depends_on_secret_side_both_nonces_version_and_hello(

@@ -558,7 +558,7 @@ async def test_memory_of_a_demand_whose_answer_will_never_be_whole_lives_as_long
             for future, memory in zip(futures, memories, strict=True):
                 link.take(
                     future, memory, most=1, wait_ms=0, most_bytes=SIZE, joined_most=SIZE, rank=0, oldest_version=0,
-                    most_attempts=0, verify=True,
+                    most_attempts=0, verify=True, told=engine().MORE_TO_COME,
                 )  # fmt: skip
             await until(lambda memories=memories: any(memories[3]), "some answers arrive")
             sending.kill()

@@ -88,7 +88,6 @@ _LONGEST_DELAY_S: Final = 1e6  # 32 bits of milliseconds
 _RENEWALS: Final = 4  # in the time of a lease
 _SPENT: Final = frames.MESSAGE_NUMBERS // 2  # the others are for what is in hand, whose ends may be a message each
 _REFUSED: Final = 1
-_WRITTEN: Final = frames.WRITTEN
 # Before Python 3.12 each look at a member of an enumeration is a call.
 _CONSUMED, _FINISH, _GIVE_BACK = Verdict.CONSUMED, Kind.FINISH, Kind.GIVE_BACK
 _ENDINGS: Final = {Verdict.DEAD: frames.DEAD, Verdict.AGED: frames.AGED}
@@ -104,16 +103,15 @@ class ClaimConnection:
     Attributes:
         ring: the id of the ring.
         served: where the ring is at the moment, for who follows it; its ports may change.
-        written: whether its writer has said that it writes nothing more, and this connection has all that is left, when
-            a demand last found nothing behind the last claims that went back.
+        left: payloads that the rank of its demands has not consumed, whoever has claimed them, as of the last answer;
+            None: the writer has not said its end.
     """
 
     def __init__(self, link: Link, client: ClaimConnections) -> None:
         self.link = link
         self.ring = link.ring
         self.served: Callable[[], Served] = Served
-        self.written = False
-        self._returned_at = -1  # number of the message with which claims last went back
+        self.left: int | None = None
         self.loop = link.worker.loop
         self.answers = client.answers
         self._client = client
@@ -218,6 +216,7 @@ class ClaimConnection:
             oldest_version=_ring.NO_VERSION if oldest_version is None else oldest_version,
             most_attempts=most_attempts,
             verify=verify,
+            told=native.MORE_TO_COME if self.left is None else self.left,
         )
         if not self._worker.engine.armed:
             self._worker.kick()
@@ -251,11 +250,12 @@ class ClaimConnection:
         if isinstance(outcome, int):
             self.abort()
             raise ProtocolError(f"{self!r} sent an answer that does not fit its demand")
-        code, count, messages_done, *wrong = outcome
-        self.written = code == _WRITTEN and messages_done > self._returned_at
-        if code and code != _WRITTEN:
+        code, count, left, *wrong = outcome
+        native = engine()
+        self.left = None if left == native.MORE_TO_COME else left
+        if code:
             raise refusal(code, "a demand")
-        rows, notes, whole = engine().taken(buffer, count)
+        rows, notes, whole = native.taken(buffer, count)
         if wrong:
             self._changed(len(wrong))
         rows, notes = np.ndarray(count, TAKEN, rows), np.ndarray(count, np.int64, notes)
@@ -411,12 +411,10 @@ class ClaimConnection:
     def return_soon(self, rows: Rows, delay_s: float, in_vain: bool) -> None:
         """Give claims back, whatever the ring answers."""
         if not self.lost:
-            self.written = False
             for begin in range(0, len(rows), frames.MAX_RECORDS):
                 late = partial(self._late, self._answer_s, "the end of claims")
                 waiter = self._client.questions.ask(self._returned, hurry.bounded(self._answer_s), late)
                 some = rows[begin : begin + frames.MAX_RECORDS]
-                self._returned_at = self.link.native.next_number
                 self.link.native.settle(waiter, some, _GIVE_BACK, _milliseconds(delay_s), unread=not in_vain)
             self._worker.sent()
 

@@ -43,10 +43,11 @@ def _topic(rank: int) -> str:
 
 
 class _StepsWaiting(msgspec.Struct, frozen=True, array_like=True):
-    """Steps that wait, and how many groups of each ring a step has."""
+    """Steps that wait, how many groups of each ring a step has, and the mesh whose steps they are."""
 
     steps: int
     share: int
+    mesh: str = ""
 
 
 ready(_StepsWaiting)
@@ -57,11 +58,16 @@ class LeadSaid:
 
     Args:
         rank: of the readers for whom it plans.
+        mesh: for which it plans: two of one rank take each other's samples, which a warning says.
     """
 
-    def __init__(self, rings: FoundRings, rank: int) -> None:
+    def __init__(self, rings: FoundRings, rank: int, mesh: str = "") -> None:
         self._rings = rings
+        self._rank = rank
+        self._mesh = mesh
         self._topic = _topic(rank)
+        self._said_once = False
+        self._two_said = LogLimit(SAY_AGAIN_S)
         self._said: _StepsWaiting | None = None
         self._repeat_at = 0.0
         self._failed = LogLimit()
@@ -76,14 +82,17 @@ class LeadSaid:
         Args:
             share: groups of a step that each ring has, in the mean.
         """
-        said = _StepsWaiting(steps, share)
+        said = _StepsWaiting(steps, share, self._mesh)
         if said == self._said:
             return
         try:
             before, payload, now = self._rings.latest(self._topic), msgspec.msgpack.encode(said), time.monotonic()
+            if self._said_once and before is not None and _said_in(before).mesh != self._mesh:
+                self._say_two()
             if before is None or before.payload != payload or now >= self._repeat_at:
                 self._rings.announce(self._topic, 0 if before is None else before.version + 1, payload)
                 self._repeat_at = now + _REPEAT_S
+                self._said_once = True
         except UsageError:
             log.debug("rollouts do not hear how many steps wait: %r have no notices", self._rings)
         except (TransportError, OSError) as error:  # a hint; it is said again soon
@@ -91,6 +100,22 @@ class LeadSaid:
                 log.warning("rollouts with ahead= do not hear how many steps wait: %s", error_text(error))
             return
         self._said = said
+
+    def _say_two(self) -> None:
+        if self._two_said.due() is not None:
+            log.warning(
+                "two meshes, or trainers without one, plan steps of reader %d of %r: each has a part of the samples, "
+                "and groups stay incomplete. Give each a reader of its own: Rollout(readers=2), Trainer(rank=1)",
+                self._rank,
+                self._rings,
+            )
+
+
+def _said_in(notice: Notice) -> _StepsWaiting:
+    try:
+        return msgspec.msgpack.decode(notice.payload, type=_StepsWaiting)
+    except msgspec.MsgspecError:  # of another version of this package
+        return _StepsWaiting(0, 1)
 
 
 class Lead:
@@ -176,10 +201,7 @@ class Lead:
 
     def _steps(self, notice: Notice) -> int:
         """Return how many steps wait, as the notice says it."""
-        try:
-            said = msgspec.msgpack.decode(notice.payload, type=_StepsWaiting)
-        except msgspec.MsgspecError:  # of another version of this package
-            return 0
+        said = _said_in(notice)
         self._share = said.share
         return said.steps
 

@@ -216,14 +216,14 @@ class RingsOfHost:
                     living.add(ring.ring_id)
             return ended, living, replaced
 
-    def written(self, schemas: frozenset[str], held: Mapping[str, int]) -> set[str]:
-        """Ids of the rings whose writers have said that they write nothing more, and that have only what is held."""
-        found = set()
-        for ring in self.rings(schemas):
+    def left(self, schemas: frozenset[str], rank: int | str) -> dict[str, int]:
+        """Return, for each ring whose writer has said its end, how many payloads this rank has not consumed."""
+        left: dict[str, int] = {}
+        for ring, of in self.ranked(schemas, rank)[0]:
             with contextlib.suppress(ClosedError):  # closed meanwhile: the next look sees how
-                if ring.native.ended and ring.native.unread <= held.get(ring.ring_id, 0):
-                    found.add(ring.ring_id)
-        return found
+                if ring.native.ended:
+                    left[ring.ring_id] = ring.native.left(of)
+        return left
 
     def seen(self, rings: Collection[str] | None = None) -> list[SharedRingBuffer]:
         """Every ring of these places that is on this host, some as observers.

@@ -255,16 +255,17 @@ class NetworkSource:
             living.update(part.ring for part in list(of.came))
         return ended, living
 
-    def written(self) -> set[str]:
-        """Return the rings of `ended` that are not done, and whose writers have said that they write nothing more."""
-        self._come_after_what_was_told()
-        linked = [each for of in list(self._ranks.values()) for each in of.demands.connections]
-        return {each.ring for each in linked if each.written}
-
-    def _come_after_what_was_told(self) -> None:
-        """Wait until the loop has run the calls posted before: claims given back are sent by then."""
-        if self._thread is not None and not self._thread.closed:
-            self._thread.run(asyncio.sleep(0))
+    def left(self, rank: int | str) -> dict[str, int]:
+        """Return how many payloads this rank has not consumed, at most, by ring whose writer has said its end."""
+        left: dict[str, int] = {}
+        more: set[str] = set()
+        of = self._ranks.get(rank)
+        for each in () if of is None else of.demands.connections:
+            if each.left is None:
+                more.add(each.ring)
+            else:
+                left[each.ring] = max(each.left, left.get(each.ring, 0))
+        return {ring: count for ring, count in left.items() if ring not in more}
 
     def ring_at(self, place: RingAddress) -> str:
         """Return the ring that was met at an address; "": none."""
@@ -296,7 +297,8 @@ class NetworkSource:
 
     def depth(self, rank: int | None, but: set[str]) -> Counter[str]:
         """Return what this process knows of rings that are not seen from here."""
-        self._come_after_what_was_told()
+        if self._thread is not None and not self._thread.closed:
+            self._thread.run(asyncio.sleep(0))  # behind the calls that were posted before
         return summed(self.counted(), rank, but)
 
     # --- the end --------------------------------------------------------------------------------------

@@ -354,20 +354,22 @@ class FoundRings:
             self._say_missed(ended)
         return True
 
-    def all_written(self, held: Mapping[str, int]) -> bool:
+    def all_written(self, rank: int | str, held: Mapping[str, int]) -> bool:
         """Return whether every rollout has said its last write, and the rings have only what this user holds.
 
-        Which rollouts these are: as for `finished`.
+        Which rollouts these are: as for `finished`. What a ring has left only falls behind its end, and what is held is
+        of it: a count from before, of rings elsewhere, says too much at most.
 
         Args:
-            held: claims of this user, by ring.
+            rank: whose payloads.
+            held: claims of this user that were not asked to end, by ring.
         """
         self._check_open()
         ended, living = self._ends(mapped=self._maps)
-        written = self._network.written() if self._uses_network else set()
+        left = self._network.left(rank) if self._uses_network else {}
         if self._maps:
-            written |= self._here.written(self._schemas, held)
-        if living - written:
+            left |= self._here.left(self._schemas, rank)
+        if any(ring not in left or left[ring] > held.get(ring, 0) for ring in living):
             return False
         return self._are_all({**ended, **dict.fromkeys(living, True)}, self._expected)
 

@@ -230,7 +230,8 @@ class Holding:
 
     def all_written(self) -> bool:
         """Return whether no rollout writes any more, and the rings have only what is held."""
-        return self._rings.all_written(Counter(ring for (ring, *_), held in self._held.items() if not held.asked))
+        held = Counter(ring for (ring, *_), held in self._held.items() if not held.asked)
+        return self._rings.all_written(self._rank, held)
 
     def crowded(self) -> list[str]:
         """Return a sentence for each ring whose slots are nearly all held for what is not complete."""

@@ -462,7 +462,7 @@ class Trainer:
             rank=self._rank,
             oldest=partial(_oldest, self._learned, self._max_age),
             fits=partial(_check_fit, self._schema, self._schemas),
-            lead=LeadSaid(self.rings, self._rank),
+            lead=LeadSaid(self.rings, self._rank, records.id),
             learned=self._learned,
             counts=self._counts,
         )

@@ -74,7 +74,6 @@ MOST_ATTEMPTS = 2047  # in vain, that a TAKE may allow
 MOST_UNANSWERED = 256  # ends of a connection's claims: as many stand in the ring
 END_ASKED = 1 << 15  # in the attempts of an OUTCOME: it asks about an END
 UNKNOWN = 10  # an answer to OUTCOME
-WRITTEN = 12  # an answer without payloads to TAKE: no more are written, and the connection holds what is left
 MESSAGE_NUMBERS = 1 << 24  # a connection is retired when it has used them
 
 
