@@ -17,6 +17,8 @@ from transport import SharedRingBuffer, UCXXClient, UCXXServer
 from transport.claims.batch import Verdict
 from transport.claims.outcomes import Outcomes, Served
 from transport.claims.taken_part import TakenPart
+from transport.client.connections.pool import PortKey
+from transport.client.connections.routes import Routes
 from transport.wire.frames import MOST_UNANSWERED
 
 pytestmark = pytest.mark.ucx
@@ -66,6 +68,27 @@ def stopped(ring: SharedRingBuffer, address: str) -> Iterator[None]:
     finally:
         with contextlib.suppress(ProcessLookupError):  # which the test has killed meanwhile
             os.kill(listener, signal.SIGCONT)
+
+
+@contextlib.asynccontextmanager
+async def its_port_anothers(ring: SharedRingBuffer) -> AsyncIterator[TakenPart]:
+    """A payload whose ring consumes it without an answer, and whose only port has another ring from then on."""
+    ring.write_raw(b"a payload")
+    with (
+        SharedRingBuffer.create(slots=SLOTS, slot_bytes=4096) as another,
+        contextlib.ExitStack() as later,
+        UCXXServer(ring, mode="thread") as server,
+    ):
+        [port] = server.ports
+        async with remote() as client:
+            batch = await take(client, addresses(ring)[0], 1)
+            broken_between(
+                batch,
+                lambda: eventually(lambda: ring.statistics().free == SLOTS, "the ring has consumed it"),
+                server.close,
+                lambda: later.enter_context(UCXXServer(another, ports=(port,), mode="thread")),
+            )
+            yield batch
 
 
 async def comes_again(of: Taken) -> None:
@@ -166,23 +189,44 @@ async def test_what_was_consumed_is_told_by_a_ring_that_was_out_of_reach_when_it
 
 @asynchronous
 async def test_another_ring_at_the_ports_of_one_that_is_gone_leaves_its_finishes_unknown(
-    ring: SharedRingBuffer, caplog: pytest.LogCaptureFixture
+    ring: SharedRingBuffer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ring.write_raw(b"its host dies")
-    with (
-        SharedRingBuffer.create(slots=SLOTS, slot_bytes=4096) as another,
-        contextlib.ExitStack() as later,
-        UCXXServer(ring, mode="thread") as server,
-    ):
-        async with remote() as client:
-            address = addresses(ring)[0]
-            batch = await take(client, address, 1)
-            port = int(address.rpartition(":")[2])
-            broken_between(
-                batch, server.close, lambda: later.enter_context(UCXXServer(another, ports=(port,), mode="thread"))
-            )
-            assert (await consume(batch)).tolist() == [False]
-            assert "what became of 1 payload, and no port of the ring knows" in caplog.text
+    monkeypatch.setattr(Outcomes, "patience_s", 0.5)
+    async with its_port_anothers(ring) as batch:
+        assert (await consume(batch)).tolist() == [False]
+        assert not any(batch.in_question())
+        assert "what became of 1 payload, and no port of the ring knows" in caplog.text
+
+
+@asynchronous
+async def test_what_was_consumed_is_told_at_another_port_that_is_found_once_the_only_one_has_another_ring(
+    ring: SharedRingBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with contextlib.ExitStack() as later:
+        async with its_port_anothers(ring) as batch:
+            found, refused = [Served()], Routes.serves_another
+            link_of(batch).served = lambda: found[-1]
+
+            def serve(host: str) -> None:
+                if len(found) == 1:
+                    moved = later.enter_context(UCXXServer(ring, mode="thread"))
+                    found.append(Served(((host, moved.ports[0]),)))
+
+            def told(routes: Routes, of: str, port: PortKey) -> None:
+                refused(routes, of, port)
+                asyncio.get_running_loop().call_soon(serve, port[0])  # after who asked has heard the refusal
+
+            monkeypatch.setattr(Routes, "serves_another", told)
+            assert (await consume(batch)).tolist() == [True]
+
+
+@asynchronous
+async def test_what_was_consumed_is_told_by_the_segment_where_the_only_port_has_another_ring(
+    ring: SharedRingBuffer,
+) -> None:
+    async with its_port_anothers(ring) as batch:
+        link_of(batch).served = lambda: Served((), ring.name)
+        assert (await consume(batch)).tolist() == [True]
 
 
 @asynchronous

@@ -21,7 +21,14 @@ from transport.claims.batch import OUT_OF_REACH, Rows
 from transport.client.connections.connection import Link
 from transport.client.connections.links import Links
 from transport.client.connections.pool import PortKey
-from transport.errors import ClosedError, ProtocolError, ReadTimeoutError, TransportError, WrongRingError
+from transport.errors import (
+    ClosedError,
+    ProtocolError,
+    ReadTimeoutError,
+    RingNotFoundError,
+    TransportError,
+    WrongRingError,
+)
 from transport.ring.buffer import attached_reader
 from transport.runtime.amounts import count
 from transport.settings import Settings
@@ -78,7 +85,7 @@ class Outcomes:
         ``again``: they were in question, and are asked about for no longer than a connection takes.
 
         `OUT_OF_REACH` may be asked again: no port has answered for ``patience_s``. Every other one is to be
-        dropped: refused, or unknown, because another ring is there, or this client is closed.
+        dropped: refused, or unknown, because every port had another ring all that time, or this client is closed.
         """
         codes = [OUT_OF_REACH] * len(rows)
         left = np.arange(len(rows))
@@ -105,12 +112,9 @@ class Outcomes:
             except ClosedError:
                 gone = True
                 break
-            except WrongRingError:
-                elsewhere.add(port)
-                if elsewhere.issuperset(self._ports(broken, served())):
-                    gone = True
-                    break
             except TransportError as error:
+                if isinstance(error, WrongRingError):  # where the ring is now may not be known yet
+                    elsewhere.add(port)
                 log.debug("%s did not tell what became of %d claims: %s", host_port(*port), len(left), error)
             except TimeoutError:
                 break
@@ -127,7 +131,8 @@ class Outcomes:
                     break
             pause_s = min(2 * pause_s, 1.0)
         codes = [OUT_OF_REACH if code == _AGAIN else code for code in codes]
-        if gone:
+        found = served()
+        if gone or (not found.segment and elsewhere.issuperset(self._ports(broken, found))):
             codes = [frames.UNKNOWN if code == OUT_OF_REACH else code for code in codes]
         if waiting := codes.count(OUT_OF_REACH):
             log.warning(
@@ -181,7 +186,7 @@ def _looked_up(segment: str, ring_id: str, rows: Rows, token: int) -> list[int]:
     """Return what a listener of this host would answer. Blocks."""
     with attached_reader(segment) as ring:
         if ring.ring_id != ring_id:
-            raise WrongRingError(f"{segment} is ring {ring.ring_id[:8]} by now, not {ring_id[:8]}")
+            raise RingNotFoundError(f"{segment} is ring {ring.ring_id[:8]} by now, not {ring_id[:8]}")
         return [
             _CODES[ring.native.outcome(token, slot, generation, rank, attempts)]
             for slot, generation, rank, attempts in rows[["slot", "generation", "rank", "attempts"]].tolist()
