@@ -66,6 +66,7 @@ from transport.errors import (
 from transport.ring.consumers import consumers_of, rank_of
 from transport.runtime import hurry
 from transport.runtime.amounts import count
+from transport.runtime.logs import LoggedErrors
 from transport.runtime.timeouts import Questions
 from transport.runtime.waits import Waits
 from transport.schema import Schema
@@ -531,13 +532,15 @@ class ClaimConnections:
         self._all.break_off(link)
 
     async def _renew(self) -> None:
+        failures = LoggedErrors(log, "renewing the claims of a connection")
         while True:
             await asyncio.sleep(self.settings.claim_lease_s / _RENEWALS)
             for connection in list(self._open):
-                if connection.lost or (connection.spent and self._is_idle(connection)):
-                    self.leave(connection)
-                else:
-                    connection.renew()
+                with failures:
+                    if connection.lost or (connection.spent and self._is_idle(connection)):
+                        self.leave(connection)
+                    else:
+                        connection.renew()
 
     def _is_idle(self, connection: ClaimConnection) -> bool:
         held = any(each.connection == connection for each in self._held.values())

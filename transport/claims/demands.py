@@ -33,7 +33,7 @@ from transport.errors import (
     UnreachableError,
     WrongRingError,
 )
-from transport.runtime.logs import LogLimit
+from transport.runtime.logs import LoggedErrors, LogLimit
 from transport.wire.addresses import host_port, is_loopback
 from transport.wire.library import engine
 
@@ -358,19 +358,16 @@ class Demands:
 
     # --- what goes on meanwhile -------------------------------------------------------------------------
     async def _follow(self) -> None:
+        failures = LoggedErrors(log, "looking for rings")
         while True:
-            try:
+            with failures:
                 found = await asyncio.to_thread(self._find)
-            except Exception as error:  # whatever it is, rings are looked for again
-                if (before := self._log_limit.due()) is not None:
-                    log.warning("rings were not looked for, and are again soon: %s (%d more)", error, before)
-            else:
                 if found is not self._places:
                     self._follow_to(found)
                 self._turn()
             await asyncio.sleep(_FIND_S)
 
     def _follow_to(self, found: Mapping[str, RingAddress]) -> None:
-        self._places = found
         self._known = {name: self._known.get(name) or _Known() for name in found}
         self._takers.found(found)
+        self._places = found

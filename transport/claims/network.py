@@ -7,6 +7,7 @@ said on the loop, too, and stands in their verdicts: a caller that was interrupt
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections import Counter, deque
@@ -28,8 +29,11 @@ from transport.config import configuration
 from transport.devices.buffers import BufferPool
 from transport.errors import ClosedError, TransportError
 from transport.ring.consumers import consumers_of, rank_of
+from transport.runtime.logs import LoggedErrors
 from transport.runtime.loop_thread import LoopThread
 from transport.runtime.waits import Waits
+
+log = logging.getLogger(__name__)
 
 _BATCHES: Final = 3  # that lie unused or are asked for: one is being looked at, one has come, one is on its way
 _CLAIMS: Final = 16  # of which the largest says how large a batch is: some claim until they have a whole one
@@ -156,10 +160,12 @@ class NetworkSource:
 
         The connection lives, and its claims with it: others would wait for them as long as this trainer is idle.
         """
+        failures = LoggedErrors(log, "giving back what nobody has asked for")
         while True:
             await asyncio.sleep(lease_s / 4)
             if of.wanted is not None and time.monotonic() - of.asked > lease_s:
-                _rest(of)
+                with failures:
+                    _rest(of)
 
     def rest(self) -> None:
         """Ask for nothing more, and give back what came, until the next take."""
@@ -339,9 +345,9 @@ def _want(of: _Rank, most: int, oldest_version: int | None) -> None:
 
 
 def _rest(of: _Rank) -> None:
-    of.wanted = None
-    of.demands.want(0, 1, None)
     of.came.clear()
+    of.demands.want(0, 1, None)
+    of.wanted = None
 
 
 def _knows(connection: ClaimConnection, rank: int | str) -> bool:

@@ -38,6 +38,7 @@ from transport.cooldown.upload import Stop, copied, plain_files, removed_on_fail
 from transport.errors import ConfigurationError, CoordinatorLostError, TransportError, UsageError
 from transport.runtime.blocking_calls import failure, in_thread, retry_store, settled
 from transport.runtime.error_text import error_text, reportable
+from transport.runtime.logs import LoggedErrors
 from transport.runtime.progress import Progress
 from transport.store.base import ABSENT, Store
 
@@ -246,10 +247,12 @@ class ShardedClient(EpochClient):
     async def _beat(self, record: EpochRecord, host: str, number: int, moved: _Moved) -> None:
         """Tell the host's other members that this upload moves, as long as it does."""
         told = -1
+        failures = LoggedErrors(log, f"telling that share {number} of {host} moves")
         while True:
-            if moved.bytes != told:
-                told = moved.bytes
-                await retry_store(partial(self._ledger.beat, record.epoch, host, number, told))
+            if (now := moved.bytes) != told:
+                with failures:
+                    await retry_store(partial(self._ledger.beat, record.epoch, host, number, now))
+                    told = now
             await asyncio.sleep(self._takeover_s / BEATS)
 
     # --- the end --------------------------------------------------------------------------------------

@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from transport.runtime.error_text import encodable
+from transport.errors import TransportError
+from transport.runtime.error_text import encodable, error_text
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     from transport.config import Configuration, LogFormat
 
 FIELDS: Final = ("ticket", "ring", "port", "attempt", "rank", "wire")
@@ -79,6 +82,38 @@ class LogLimit:
         self._next = now + self._every_s
         suppressed, self._suppressed = self._suppressed, 0
         return suppressed
+
+
+class LoggedErrors:
+    """Context of one turn of work that goes on and on: an error of a turn is logged, and ends no more than the turn.
+
+    Args:
+        work: that fails then, as the line names it.
+    """
+
+    def __init__(self, logger: logging.Logger, work: str) -> None:
+        self._log = logger
+        self._work = work
+        self._limit = LogLimit()
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if not isinstance(error, Exception):  # none, or a cancellation
+            return False
+        if (before := self._limit.due()) is not None:
+            expected = isinstance(error, TransportError | OSError)
+            self._log.log(
+                logging.WARNING if expected else logging.ERROR,
+                "%s failed, and is tried again: %s (%d more)",
+                self._work,
+                error_text(error),
+                before,
+                exc_info=None if expected else error,
+            )
+        return True
 
 
 class Overdue:

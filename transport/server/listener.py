@@ -39,7 +39,7 @@ from transport.errors import (
 from transport.ring.attachment import Attachment
 from transport.runtime.amounts import count
 from transport.runtime.error_text import reportable
-from transport.runtime.logs import LogLimit
+from transport.runtime.logs import LoggedErrors, LogLimit
 from transport.settings import DEFAULTS, Settings
 from transport.wire import authentication, frames
 from transport.wire.addresses import is_ipv6
@@ -518,16 +518,16 @@ class Listener:
 
     # --- once a second ------------------------------------------------------------------------------
     async def _sweep(self) -> None:
+        failures = LoggedErrors(log, f"a sweep of {self!r}")
         while True:
             now = time.monotonic()
-            try:
-                self.sweep(now)
-            except Exception:  # whatever it was: without heartbeats the supervisor ends this listener
-                log.exception("%r: a sweep failed; the next one is due", self)
             due = now + self.settings.heartbeat_s
-            while self._on_alert(now) and now + _LOOK_S < due:
-                await asyncio.sleep(_LOOK_S)
-                now = time.monotonic()
+            with failures:
+                self.sweep(now)
+            with failures:
+                while self._on_alert(now) and now + _LOOK_S < due:
+                    await asyncio.sleep(_LOOK_S)
+                    now = time.monotonic()
             await asyncio.sleep(max(due - now, 0.0))
 
     def _on_alert(self, now: float) -> bool:

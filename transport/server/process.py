@@ -25,7 +25,7 @@ from transport.ring.attachment import Attachment, attached
 from transport.runtime import stacks
 from transport.runtime.decoders import hiding
 from transport.runtime.error_text import reportable
-from transport.runtime.logs import handler
+from transport.runtime.logs import LoggedErrors, handler
 from transport.server.lifetime import Lifetime, ServingPhase
 from transport.server.listener import Listener
 from transport.settings import Settings
@@ -94,16 +94,17 @@ def keep_stdout_for_the_answer() -> None:
 
 async def _stop_when_orphaned(ring: Attachment, lifetime: Lifetime, settings: Settings, stop: asyncio.Event) -> None:
     """Stop the listener when writer and supervisor have ended: no other process would end it or remove the segment."""
+    failures = LoggedErrors(log, "looking for the writer of this listener's ring")
     while True:
-        sequence = ring.native.sequence
-        writer_alive = ring.native.keeper_alive
-        if not writer_alive:
-            stacks.leave_pipes()
-        alive = writer_alive or ring.native.supervised
-        unread = ring.native.unread
-        if lifetime.tick(time.monotonic(), writer_alive=alive, unread=unread, sequence=sequence) is ServingPhase.STOP:
-            stop.set()
-            return
+        with failures:
+            sequence = ring.native.sequence
+            writer_alive = ring.native.keeper_alive
+            if not writer_alive:
+                stacks.leave_pipes()
+            alive, unread, now = writer_alive or ring.native.supervised, ring.native.unread, time.monotonic()
+            if lifetime.tick(now, writer_alive=alive, unread=unread, sequence=sequence) is ServingPhase.STOP:
+                stop.set()
+                return
         await asyncio.sleep(settings.heartbeat_s)
 
 

@@ -40,7 +40,6 @@ from transport.errors import (
     StoreFullError,
     StoreUnavailableError,
     StoreUnsuitableError,
-    TransportError,
 )
 from transport.runtime import hurry, threads
 from transport.runtime.installing import install
@@ -403,10 +402,7 @@ class RedisConnection:
                     if bell.get_message(timeout=_BELL_LOOK_S) is not None:
                         pause_s = _BACKOFF_FIRST_S
                         self._ring(room)
-            except (
-                self._redis.exceptions.RedisError, OSError, TransportError,
-                AttributeError, TypeError, ValueError,  # another thread closed the connection meanwhile
-            ) as error:  # fmt: skip
+            except Exception as error:  # of whatever class where another thread closed the connection meanwhile
                 log.info("the subscription to wake-ups of %s failed: %s; subscribing again", self.name, error)
                 self._ring(room)  # waiters read the data and get the error themselves
                 room.pause(pause_s)

@@ -38,6 +38,7 @@ from transport.errors import (
 )
 from transport.runtime import threads
 from transport.runtime.decoders import ready
+from transport.runtime.logs import LoggedErrors
 from transport.runtime.waits import Flag
 from transport.store.base import ABSENT, Change, Store, check_lease
 from transport.store.decision import decide
@@ -203,8 +204,9 @@ class Announcement:
         )
 
     def _keep(self) -> None:
+        failures = LoggedErrors(log, f"publishing ring {self._ring[:8]} again")
         while not self._ended.wait(self._directory.lease_s / 3):
-            try:
+            with failures:
                 serving = self._serving()
                 if not serving.ports:  # the server is being closed
                     return
@@ -215,8 +217,6 @@ class Announcement:
                     log.warning("another server has published ring %s; trying again later", self._ring[:8])
                 else:
                     self._version, self._published = version, serving
-            except TransportError as error:
-                log.warning("publishing ring %s again failed: %s; trying again later", self._ring[:8], error)
 
     def close(self) -> None:
         """Stop, and withdraw the record if the store answers. Idempotent. Nothing in a forked child."""
@@ -348,18 +348,17 @@ class Finder:
 
     async def _look(self) -> None:
         """Look again and again for what was absent, until nothing is."""
+        failures = LoggedErrors(log, "looking for absent rings")
         try:
             while True:
                 await asyncio.sleep(self._directory.lease_s / 3)
-                if not (rings := self.watched(self._clock())):
-                    return
-                try:
-                    absent = await asyncio.to_thread(self._directory.absent, rings)
-                except ClosedError:
-                    return
-                except TransportError as error:
-                    log.warning("looking for %d absent rings failed: %s", len(rings), error)
-                else:
+                with failures:
+                    if not (rings := self.watched(self._clock())):
+                        return
+                    try:
+                        absent = await asyncio.to_thread(self._directory.absent, rings)
+                    except ClosedError:
+                        return
                     self.looked(rings, set(absent), self._clock())
         finally:
             self._watch = None

@@ -60,7 +60,7 @@ from transport.runtime import hurry, spans, threads
 from transport.runtime.amounts import count
 from transport.runtime.arguments import at_least, one_of, seconds
 from transport.runtime.error_text import error_text
-from transport.runtime.logs import SAY_AGAIN_S, LogLimit
+from transport.runtime.logs import SAY_AGAIN_S, LoggedErrors, LogLimit
 from transport.runtime.loop_thread import LoopThread, gone
 from transport.schema import Schema
 from transport.store.memory import MemoryStore
@@ -807,6 +807,8 @@ def _end_dropped(process: int, thread: LoopThread, ends: Sequence[Callable[[], o
 
 
 async def _live(rings: FoundRings) -> None:
+    failures = LoggedErrors(log, "a sign of life to the rings of this host")
     while True:
         await asyncio.sleep(rings.lease_s / 3)
-        rings.heard()
+        with failures:
+            rings.heard()

@@ -31,6 +31,7 @@ from transport.errors import (
 )
 from transport.ring.attachment import found_here, shares_memory
 from transport.runtime.descriptors import OF_A_CONNECTION, promised
+from transport.runtime.logs import LoggedErrors
 from transport.runtime.turns import Turns
 from transport.settings import Settings
 from transport.wire import frames
@@ -429,17 +430,17 @@ class Links:
     # --- acknowledgements and ageing ----------------------------------------------------------------------
     async def _tend(self) -> None:
         """Send acknowledgements that found no request to ride with; close links before the listener does."""
+        failures = LoggedErrors(log, "maintenance of connections")
         while True:
-            try:
+            with failures:
                 await self._sleep()
                 self._look_around(time.monotonic())
                 for ring in self.ledger.due(time.monotonic()):
                     self._begin_flush(ring)
                 self._part_from_old()
                 self._tick()
-            except Exception:  # whatever it was, acknowledgements must go on
-                log.exception("maintenance of connections failed; trying again")
-                await asyncio.sleep(_LOOK_S)
+                continue
+            await asyncio.sleep(_LOOK_S)
 
     def _look_around(self, now: float) -> None:
         """Part from idle links that broke, and look at the network; links may be thousands, so not at every turn."""

@@ -10,6 +10,7 @@ import array
 import asyncio
 import contextlib
 import fcntl
+import logging
 import secrets
 import socket
 import termios
@@ -19,6 +20,7 @@ from typing import Any
 
 from transport.errors import ParentLostError, ProtocolError, TransportError
 from transport.runtime.error_text import error_text
+from transport.runtime.logs import LoggedErrors
 from transport.weights.transfer.messages import (
     MAX_FRAME_BYTES,
     Alive,
@@ -32,6 +34,8 @@ from transport.weights.transfer.messages import (
 )
 from transport.weights.transfer.threads import ended, settled
 from transport.wire.addresses import host_port
+
+log = logging.getLogger(__name__)
 
 _HEAD = 4
 _HELLO_S = 10.0  # timeout for the first message of a connection
@@ -170,11 +174,13 @@ class Feed:
 
     async def _beat(self) -> None:
         """Give signs of life, by which a child tells a parent with nothing to say from one that is stopped or gone."""
+        failures = LoggedErrors(log, "a sign of life to a child")
         while True:
             await asyncio.sleep(self._stall_s / 4)
             for writer in list(self._children.values()):
-                if not writer.transport.get_write_buffer_size():  # else it has something to read
-                    writer.write(_ALIVE)
+                with failures:
+                    if not writer.transport.get_write_buffer_size():  # else it has something to read
+                        writer.write(_ALIVE)
 
     async def tell(self, frame: Frame, names: Iterable[str]) -> None:
         """Send to these children, except disconnected ones. A child that takes no byte for ``stall_s`` is dropped."""
