@@ -18,6 +18,7 @@ import pytest
 from claimed import consumed
 from helpers import dead_port, eventually, in_thread
 from helpers import serving as ring_served
+from store_proxy import HangingStore
 
 from transport import Schema, SharedRingBuffer, _ring
 from transport.client.blocking import BlockingClient
@@ -212,6 +213,17 @@ def test_only_a_failure_to_reach_anybody_asks_the_directory(
         with pytest.raises(StaleSlotError):
             client.read(consumed)
         assert asked == [ring.ring_id]
+
+
+@pytest.mark.ucx
+def test_a_read_ends_in_its_time_where_the_store_of_the_directory_hangs() -> None:
+    store = HangingStore(MemoryStore())
+    store.hangs = True
+    with dead_port() as dead, BlockingClient(wire={"tcp"}, settings=FAST, directory=Directory(store)) as client:
+        with pytest.raises(LinkError):
+            client.read(msgspec.structs.replace(TICKET, ports=(dead,)), timeout=0.5)
+        assert not store.gave_up
+        store.close()
 
 
 # --- real processes ----------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -43,6 +44,32 @@ class StoreProxy(Store):
 
     def close(self) -> None:
         """The inner store is its owner's."""
+
+
+class HangingStore(StoreProxy):
+    """Answers no more once it hangs, until it is closed, as a server that is suspended does.
+
+    Attributes:
+        gave_up: whether a call has returned without an answer before that.
+    """
+
+    patience_s = 20.0
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self.hangs = self.gave_up = False
+        self._closed = threading.Event()
+
+    def call(self, call: Callable[[], Any], changes: Sequence[Change] | None = None) -> Any:
+        """Make the call, or hang."""
+        if self.hangs:
+            self.gave_up |= not self._closed.wait(self.patience_s)
+            raise StoreUnavailableError("it hangs")
+        return call()
+
+    def close(self) -> None:
+        """Return from every call."""
+        self._closed.set()
 
 
 class FailingStore(StoreProxy):

@@ -13,6 +13,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterable
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -24,6 +25,7 @@ from transport.errors import ClosedError, TransportError, UsageError
 from transport.ring.buffer import SharedRingBuffer
 from transport.runtime import hurry
 from transport.runtime.amounts import count
+from transport.runtime.blocking_calls import BoundedCalls
 from transport.runtime.decoders import ready
 from transport.runtime.error_text import error_text
 from transport.runtime.logs import LOOK_S, SAY_AGAIN_S, LogLimit
@@ -140,6 +142,7 @@ class Lead:
         self._said = LogLimit()
         self._alone_said = LogLimit(SAY_AGAIN_S)
         self._unheard = LogLimit(SAY_AGAIN_S)
+        self._looks = BoundedCalls()
         rings.latest(self._topics[0])
 
     def completed(self, last: Iterable[Ticket]) -> None:
@@ -159,22 +162,25 @@ class Lead:
                 return ended
             time.sleep(_LOOK_S)
         for topic in self._topics:
-            heard, notice = time.monotonic(), self._latest(topic)
+            heard, notice = time.monotonic(), self._latest(topic, give_up)
             while notice is not None and (steps := self._steps(notice)) > self._most:
                 if (ended := self._ended(begun, heard, give_up, f"samples of {count(steps, 'step')} wait")) is not None:
                     return ended
-                left_s = max(0.0, give_up - time.monotonic())
-                newer = self._latest(topic, notice.version, min(left_s, _SLICE_S))
+                newer = self._latest(topic, give_up, notice.version, _SLICE_S)
                 if newer is None:
-                    notice = self._latest(topic)  # it ends with its planner
+                    notice = self._latest(topic, give_up)  # it ends with its planner
                 else:
                     heard, notice = time.monotonic(), newer
         return True
 
-    def _latest(self, topic: str, newer_than: int | None = None, timeout_s: float = 0.0) -> Notice | None:
+    def _latest(self, topic: str, give_up: float, newer_than: int | None = None, slice_s: float = 0.0) -> Notice | None:
         """Return the notice, a hint. None, too, where it cannot be had: a write that waits here has written."""
+        left_s = max(0.0, give_up - time.monotonic())
+        look = partial(self._rings.latest, topic, newer_than, min(left_s, slice_s))
         try:
-            return self._rings.latest(topic, newer_than, timeout_s)
+            if self._rings.store is None or left_s == float("inf"):
+                return look()
+            return self._looks.call(look, left_s)
         except (TransportError, OSError) as error:
             if self._unheard.due() is not None:
                 log.warning("this rollout does not hear how many steps wait, and goes on: %s", error_text(error))

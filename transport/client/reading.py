@@ -139,7 +139,7 @@ class Reads:
         except MAY_HAVE_MOVED as error:
             moved = None
             try:
-                moved = await self._finder.after(ticket, error)
+                moved = await self._finder.after(ticket, error, deadline.at - time.monotonic())
             finally:
                 self.failed += moved is None
             if moved is None:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from transport.errors import StoreError
 from transport.runtime import threads
 from transport.runtime.error_text import error_text
 
 STORE_PATIENCE_S: Final = 60.0
+LEAST_ANSWER_S: Final = 0.2  # for an answer of a store that is there, where the caller's time is over
 _AGAIN_S: Final = 0.5
 
 T = TypeVar("T")
@@ -48,6 +50,27 @@ def started(call: Callable[[], T]) -> Future[T]:
     future: Future[T] = Future()
     _in_daemon(call, lambda outcomes: _settle(future, *outcomes.pop()), "transport call")
     return future
+
+
+class BoundedCalls:
+    """Calls to what may hang: each is waited for no longer than its caller has time, and goes on alone.
+
+    No other one begins meanwhile: there is one thread that hangs, whatever is asked for.
+    """
+
+    def __init__(self) -> None:
+        self._under_way: Future[Any] | None = None
+
+    def call(self, call: Callable[[], T], most_s: float) -> T:
+        """Return what the call returns. TimeoutError: not in ``most_s``, or `LEAST_ANSWER_S` where that is less."""
+        give_up = time.monotonic() + max(most_s, LEAST_ANSWER_S)
+        before = self._under_way
+        if before is not None and wait([before], max(most_s, 0.0)).not_done:
+            raise TimeoutError("an earlier call has no answer yet")
+        self._under_way = future = started(call)
+        if wait([future], max(give_up - time.monotonic(), 0.0)).not_done:
+            raise TimeoutError("there was no answer in time")
+        return future.result()
 
 
 def in_thread(function: Callable[..., T], *arguments: object) -> asyncio.Future[T]:

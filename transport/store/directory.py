@@ -37,7 +37,9 @@ from transport.errors import (
     TransportError,
 )
 from transport.runtime import threads
+from transport.runtime.blocking_calls import LEAST_ANSWER_S, in_thread
 from transport.runtime.decoders import ready
+from transport.runtime.error_text import error_text
 from transport.runtime.logs import LoggedErrors
 from transport.runtime.waits import Flag
 from transport.store.base import ABSENT, Change, Store, check_lease
@@ -332,15 +334,19 @@ class Finder:
         absence.seen = now
         return absence
 
-    async def after(self, ticket: Ticket, error: TransportError) -> Ticket | None:
-        """Return the ticket to read after one of `MAY_HAVE_MOVED`; None: raise that. PayloadLostError as in `found`."""
+    async def after(self, ticket: Ticket, error: TransportError, most_s: float = float("inf")) -> Ticket | None:
+        """Return the ticket to read after one of `MAY_HAVE_MOVED`; None: raise that. PayloadLostError as in `found`.
+
+        The store is waited for ``most_s``, at least `LEAST_ANSWER_S`.
+        """
         try:
-            serving = await asyncio.to_thread(self._directory.find, ticket.ring)
+            async with asyncio.timeout(None if most_s == float("inf") else max(most_s, LEAST_ANSWER_S)):
+                serving = await in_thread(self._directory.find, ticket.ring)
             return self.found(ticket, serving, self._clock())
         except PayloadLostError as lost:
             raise lost from error
-        except (StoreError, TicketError, ClosedError) as unknown:
-            log.warning("directory lookup of ring %s failed: %s", ticket.ring[:8], unknown)
+        except (StoreError, TicketError, ClosedError, TimeoutError) as unknown:
+            log.warning("directory lookup of ring %s failed: %s", ticket.ring[:8], error_text(unknown))
             return None
         finally:
             if self._watch is None and not self._ended and self.watched(self._clock()):
