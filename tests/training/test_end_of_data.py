@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from helpers import Child, eventually
+from helpers import Child, eventually, in_thread
 
-from transport import Rollout, Schema, SharedRingBuffer, Trainer, UCXXServer
+from transport import FoundRings, Rollout, Schema, SharedRingBuffer, Trainer, UCXXServer
 from transport._ring import segments
 from transport.ring.attachment import remove_dead
 from transport.training.batch import Batch
@@ -25,7 +26,7 @@ tcp = pytest.mark.parametrize("wires", ["tcp"])
 # Writes, says so, and closes cleanly when it is told to; its end waits for the trainers, for so long. At so many ports.
 ROLLOUT = """
 import sys
-from transport import Rollout, Schema
+from transport import FoundRings, Rollout, Schema
 from transport.packer.options import ServerOptions
 from transport import open_rings
 from transport.settings import Settings
@@ -67,7 +68,7 @@ def url(wires: str, monkeypatch: pytest.MonkeyPatch) -> str:
 # Serves its ring itself, writes, says the end when it is told to, and lives on.
 WRITER = """
 import sys
-from transport import Rollout, Schema
+from transport import FoundRings, Rollout, Schema
 from transport.packer.options import ServerOptions
 rollout = Rollout(
     Schema.of(number=("int64",)), name=sys.argv[1], mode="thread", slots=4,
@@ -132,6 +133,42 @@ def test_a_trainer_is_finished_when_every_rollout_has_ended_and_every_payload_is
             end(child)
         assert consumed(trainer) == 12
         assert trainer.take(1) is None
+
+
+@both
+def test_a_batch_is_not_filled_for_longer_than_rollouts_write(url: str) -> None:
+    with Trainer(SCHEMA, url) as trainer, rollouts(url, 3, 4) as children:
+        first, held = take(trainer, 2), take(trainer, 2)
+        assert consume(first) == 2
+        for child in children:
+            end(child)
+        last = trainer.take(8, 30.0, fill_s=1e6)
+        assert last is not None and len(last) == 3
+        assert consume(last) + consume(held) == 5
+
+
+@mapped
+def test_a_batch_is_filled_while_one_of_several_rollouts_may_write(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked, prefix, all_written = threading.Event(), url.removeprefix("rings:"), FoundRings.all_written
+
+    def look(rings: FoundRings, rank: int | str, held: Mapping[str, int]) -> bool:
+        found = all_written(rings, rank, held)
+        looked.set()
+        return found
+
+    monkeypatch.setattr(FoundRings, "all_written", look)
+    with (
+        SharedRingBuffer.create(SCHEMA, slots=2, prefix=prefix) as over,
+        SharedRingBuffer.create(SCHEMA, slots=2, prefix=prefix) as other,
+        Trainer(SCHEMA, url) as trainer,
+    ):
+        over.write({"number": 1})
+        over.end_data()
+        batches, taking = in_thread(lambda: trainer.take(2, 30.0, fill_s=1e6))
+        assert looked.wait(30.0)
+        other.write({"number": 2})
+        taking.join()
+        assert [len(batch) for batch in batches] == [2]
 
 
 @mapped

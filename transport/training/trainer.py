@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -225,8 +225,9 @@ class Trainer:
         """Take up to ``n`` payloads, of each ring the oldest first. None: none came within ``timeout_s``.
 
         Args:
-            fill_s: seconds for which an incomplete batch waits for more payloads. Bounded, because other trainers may
-                hold the missing ones, or no slot may be free for them.
+            fill_s: seconds for which an incomplete batch waits for more payloads, unless the rollouts have said that
+                there are none. Bounded, because other trainers may hold the missing ones, or no slot may be free for
+                them.
 
         Raises:
             UsageError: an argument makes no sense, ``max_age`` has no `version` to count from, or another call runs.
@@ -269,11 +270,12 @@ class Trainer:
         left = n
         parts: list[Claimed] = []
         full_by = 0.0
+        written = False  # whether the rings have only what is held here, by the look before the last take
         while True:
-            until = full_by if parts else give_up
+            wait_s = max(0.0, (full_by if parts else give_up) - time.monotonic())
             came = self.rings.take_parts(
                 left,
-                max(0.0, until - time.monotonic()),
+                0.0 if written else min(wait_s, _SLICE_S) if parts else wait_s,
                 rank=self._rank,
                 oldest_version=oldest,
                 consumer=self._name,
@@ -288,13 +290,15 @@ class Trainer:
                 if count := len(part):
                     parts.append(part)
                     left -= count
-            if parts and (not left or not full_by or time.monotonic() >= full_by):
+            is_last = written and not came
+            if parts and (not left or not full_by or is_last or time.monotonic() >= full_by):
                 batch = self._batch(parts, oldest)
                 if batch.slots.size:
                     return batch
                 parts, left = [], n
             if not parts and not came and time.monotonic() >= give_up:
                 return None
+            written = bool(parts) and not came and self.rings.all_written(self._rank, self._book.claimed(parts))
 
     def _batch(self, parts: list[Claimed], oldest: int | None) -> Batch:
         gathered = None
@@ -619,6 +623,14 @@ class TrainerBook:
         self.batches = self.consumed_count = self.duplicates = self.returned = self.lost = 0
         self.failed = self.dropped = 0
         self.remembers = record is not None  # whether a payload that comes may have come before
+
+    def claimed(self, parts: Sequence[Claimed]) -> Counter[str]:
+        """Count by ring what these parts and the batches that are open have claimed, and not asked to consume."""
+        batches = [batch for batch in list(self.open) if batch not in self.unanswered]
+        counts: Counter[str] = Counter()
+        for part in (*parts, *(part for batch in batches for part in batch.parts)):
+            counts[part.ring] += len(part)
+        return counts
 
     def let_go(self) -> None:
         """Give back what is not consumed: the trainer is closed."""
