@@ -131,6 +131,17 @@ def test_payloads_of_parents_schemas_are_read_and_not_taken(stages: Stages, trai
     batch.release()
 
 
+def test_parents_lie_in_their_slots_no_longer_than_the_payloads_that_name_them(stages: Stages, trainer: Make) -> None:
+    for number in range(4):
+        stages.write(number)
+    loop = trainer(wire={"mapped"})
+    batch = taken(loop, 4)
+    assert [ring.native.lent for ring in stages.all[:2]] == [4, 4]  # none was copied
+    assert len(consume(batch)) == 4
+    assert loop.take(1) is None
+    assert stages.all_free()
+
+
 def test_a_part_that_is_gone_fails_alone_and_frees_the_others(
     stages: Stages, trainer: Make, caplog: pytest.LogCaptureFixture
 ) -> None:

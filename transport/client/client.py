@@ -262,7 +262,8 @@ class UCXXClient:
     def share(self, attached: AttachedRings) -> None:
         """Map what tickets name through the attachments of a run's rings, which are the rings' to close.
 
-        What is read so is claimed by a trainer, so that its slots are held, whether it is copied or not.
+        What is read so is claimed by a trainer, or a parent of what is, which ends with it: its slots are held,
+        whether it is copied or not.
         """
         self._attached = attached
         self._reads.bounded = False
