@@ -296,6 +296,9 @@ class Ring:
         """Wait until the counter differs from seen. False after timeout_s."""
     def published_event(self) -> int: ...
     def wait_published(self, seen: int, timeout_s: float) -> bool: ...
+    def claimed_event(self) -> int:
+        """Value of the event counter that the next claim advances; claims that nobody expects so advance none."""
+    def wait_claimed(self, seen: int, timeout_s: float) -> bool: ...
 
 @final
 class Loan(Buffer):

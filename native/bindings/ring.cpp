@@ -419,6 +419,13 @@ void bind_ring(nb::module_& module) {
             return wait(ring, &Ring::published, before, timeout_s);
           },
           "seen"_a, "timeout_s"_a)
+      .def("claimed_event", [](const Ring& ring) { return expect(ring.claimed()); })
+      .def(
+          "wait_claimed",
+          [](const Ring& ring, std::uint32_t before, double timeout_s) {
+            return wait(ring, &Ring::claimed, before, timeout_s);
+          },
+          "seen"_a, "timeout_s"_a)
       .def("__repr__", describe);
 
   module.def("segments", &Segment::list, "Names of this project's ring segments on this host.");

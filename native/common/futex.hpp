@@ -56,6 +56,20 @@ inline void advance(EventWord& event) {
 // SYNC E: who sees the new count sees what was done before it was advanced.
 inline std::uint32_t seen(const EventWord& event) { return event.count.load(std::memory_order_acquire); }
 
+// Of an event that is often, and seldom waited for: it is advanced where `expect` has announced a wait, else one load.
+// The sleeper looks at what it waits for between `expect` and its sleep, the waker has changed that before.
+inline void advance_if_expected(EventWord& event) {
+  if (event.waiting.load(std::memory_order_seq_cst) != 0) advance(event);  // SYNC X
+}
+
+// SYNC X: the count is read before the flag goes up. Who takes that down advances the count later, and so ends the
+// sleep; until then each waker finds the flag, or what it has changed is seen by the look.
+inline std::uint32_t expect(EventWord& event) {
+  const std::uint32_t before = seen(event);
+  event.waiting.store(1, std::memory_order_seq_cst);
+  return before;
+}
+
 // Sleeps until the count differs from `before`, a signal arrives, or one re-check interval has passed.
 // True if the count differs.
 inline bool sleep_slice(EventWord& event, std::uint32_t before, const Deadline& deadline) {

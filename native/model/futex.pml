@@ -9,6 +9,8 @@
  * F1: when every waker is through, nobody sleeps on a count that is not the present one.
  * F2: nobody sleeps with something to take, once all is at rest.
  *
+ * EXPECTED: `expect` raises the flag before the look, and `advance_if_expected` advances nothing where it is down.
+ *
  * Defines: SLEEPERS, WAKERS, EVENTS of each waker, SPURIOUS wake-ups of each sleeper; MUT_* plants a fault. */
 
 #ifndef SLEEPERS
@@ -45,7 +47,13 @@ inline wake_all() {
 proctype Sleeper(byte me) {
   byte spurious = SPURIOUS;
 look:
+#ifdef MUT_RAISED_BEFORE_SEEN
+  waiting = true;
+#endif
   before[me] = count;                                   /* seen */
+#if defined EXPECTED && !defined MUT_RAISED_BEFORE_SEEN && !defined MUT_RAISED_AFTER_LOOK
+  waiting = true;                                       /* expect */
+#endif
   if
   :: atomic { made > 0 -> made--; goto over }           /* try_take */
   :: atomic { made == 0 -> skip }
@@ -82,6 +90,12 @@ proctype Waker(byte me) {
 again:
   atomic { made++; printf("waker %d has made something\n", me) }
   raised = false;
+#ifdef EXPECTED
+  if
+  :: atomic { !waiting -> goto told }
+  :: atomic { waiting -> skip }
+  fi;
+#endif
 #ifdef MUT_LOWERED_AFTER_ADVANCING
   count++;                                              /* as it stood before */
   raised = waiting;
@@ -107,6 +121,7 @@ again:
   :: raised -> wake_all()
   :: else
   fi;
+told:
   left--;
   if
   :: left > 0 -> goto again

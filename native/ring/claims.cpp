@@ -269,6 +269,7 @@ Ring::Try Ring::try_claim(std::uint64_t slot, std::uint64_t generation, const As
   own_claims_[slot] |= slot_word::bit(rank);
   own_attempts(slot, rank) = static_cast<std::uint16_t>(after.attempts());
   FAULT_POINT("claim.claimed");
+  advance_if_expected(header().claimed);
 
   const ClaimId id{static_cast<std::uint32_t>(slot), static_cast<std::uint32_t>(generation), rank, after.attempts()};
   const std::uint64_t sequence = c.sequence.load(std::memory_order_acquire);

@@ -245,6 +245,7 @@ class Ring {
   // --- waiting: with futex.hpp, on a word that the mapping keeps alive -----------------------------
   EventWord& freed() const;
   EventWord& published() const;
+  EventWord& claimed() const;
 
   // Throws unless the attachment is open, in the process that made it.
   void require_open() const;

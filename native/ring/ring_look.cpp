@@ -139,6 +139,10 @@ EventWord& Ring::published() const {
   require_open();
   return header().published;
 }
+EventWord& Ring::claimed() const {
+  require_open();
+  return header().claimed;
+}
 
 // --- telling -------------------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@
 namespace transport {
 
 inline constexpr std::uint64_t kMagic = 0x474E49522D505458;  // "XTP-RING"
-inline constexpr std::uint32_t kLayoutVersion = 10;
+inline constexpr std::uint32_t kLayoutVersion = 11;
 inline constexpr std::size_t kNoteCapacity = 2048;
 inline constexpr std::size_t kMaxPorts = 16;
 inline constexpr std::uint32_t kMostPort = 65535;
@@ -73,6 +73,7 @@ struct Header {
   std::atomic<std::uint32_t> granted;  // of a file: no generation above it was ever given out (reopening.cpp)
   alignas(64) EventWord freed;      // advanced whenever a slot becomes FREE
   alignas(64) EventWord published;  // advanced whenever one becomes READY from WRITING, or can be claimed again
+  alignas(64) EventWord claimed;    // advanced by a claim that somebody expects
   alignas(64) std::atomic<std::uint64_t> sequence;  // advanced by each publication and each take-over
   alignas(64) std::atomic<std::uint64_t> returned;  // how often a claim ended with its delivery still to be done
   std::atomic<std::uint64_t> failures;              // entries ever begun in the log

@@ -1,7 +1,9 @@
 // The ring as the queue: what claimers of one process see. Deaths are in crash_test.cpp, threads in ring_fuzz.cpp.
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <set>
+#include <thread>
 #include <vector>
 
 #include <sys/wait.h>
@@ -52,6 +54,35 @@ std::uint64_t tallied(const Ring& ring, unsigned rank, Tally which) {
 }
 
 }  // namespace
+
+TEST(a_claim_advances_its_event_once_for_who_expects_it) {
+  Fixture f("expected");
+  for (int i = 0; i < 4; ++i) f.publish();
+  EventWord& event = f.ring->claimed();
+  CHECK(claim(*f.ring, 1).size() == 1 && seen(event) == 0);
+  const std::uint32_t before = expect(event);
+  CHECK(claim(*f.ring, 2).size() == 2 && seen(event) == before + 1 && event.waiting.load() == 0);
+  CHECK(sleep_slice(event, before, Deadline(0)));
+}
+
+TEST(a_claim_wakes_who_sleeps_until_one) {
+  Fixture f("sleeper");
+  const Lease lease = f.publish();
+  const auto taker = f.ring->attach_again(Role::reader);
+  std::atomic<bool> begun{false};
+  std::thread sleeper([&] {
+    EventWord& event = f.ring->claimed();
+    for (;;) {
+      const std::uint32_t before = expect(event);
+      begun.store(true);
+      if (f.ring->claim_word(lease.slot, 0).held()) return;
+      while (!sleep_slice(event, before, Deadline(60))) {}
+    }
+  });
+  while (!begun.load()) std::this_thread::yield();
+  CHECK(claim(*taker, 1).size() == 1);
+  sleeper.join();
+}
 
 TEST(claims_come_in_the_order_of_publication_and_each_to_one) {
   Fixture f("order");

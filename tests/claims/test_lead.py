@@ -1,7 +1,9 @@
-"""A rollout's wait for its turn: how long it takes where its directory's store does not answer."""
+"""A rollout's wait for its turn: its time where a store does not answer, and what ends it."""
 
 from __future__ import annotations
 
+import pytest
+from helpers import eventually, in_thread
 from store_proxy import HangingStore
 
 from transport import FoundRings, SharedRingBuffer
@@ -20,3 +22,27 @@ def test_a_wait_for_a_turn_ends_in_its_time_where_the_store_hangs(prefix: str, r
         for timeout_s in (0.0, 0.01):
             assert lead.wait(timeout_s)  # nobody says that it is not its turn
         assert not store.gave_up
+
+
+def test_a_wait_for_a_claim_looks_again_when_one_is_made_and_not_before(
+    prefix: str, ring: SharedRingBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transport.claims.lead._SLICE_S", 1e6)
+    monkeypatch.setattr("transport.claims.lead._ALONE_S", 1e6)
+    looks: list[bool] = []
+    look = Lead._is_untaken
+
+    def counted(lead: Lead, later: int) -> bool:
+        looks.append(look(lead, later))
+        return looks[-1]
+
+    monkeypatch.setattr(Lead, "_is_untaken", counted)
+    with FoundRings(OnThisHost(prefix)) as rings, SharedRingBuffer.attach(ring.name, role="reader") as taker:
+        lead = Lead(rings, ring, most=0, readers=1)
+        lead.completed([ring.write_raw(b"one")])
+        assert not lead.wait(0.3) and len(looks) <= 2
+        turns, waiting = in_thread(lambda: lead.wait(None))
+        eventually(lambda: len(looks) > 2, "it waits")
+        claim = taker.native.claim_batch(1, 0.0, rank=0, oldest_version=None, most_attempts=0, consumer="")
+        waiting.join()
+        assert turns == [True] and len(claim) == 1

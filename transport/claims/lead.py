@@ -33,8 +33,7 @@ from transport.ticket import Ticket
 
 log = logging.getLogger(__name__)
 
-_SLICE_S: Final = 0.5  # of a wait, after which a request to stop is seen
-_LOOK_S: Final = 0.02  # until it is looked again whether a group was taken, which wakes nobody
+_SLICE_S: Final = 0.5  # of a wait, after which a request to stop is seen, and what was read without a claim
 _REPEAT_S: Final = 10.0  # of a planner that has nothing new to say
 _ALONE_S: Final = 60.0  # without a sign of a trainer, after which a rollout waits no longer
 _PUBLISHED: Final = (_ring.READY, _ring.READING)
@@ -156,11 +155,14 @@ class Lead:
         """
         begun = heard = time.monotonic()
         give_up = float("inf") if timeout_s is None else begun + timeout_s
-        while self._is_untaken(self._most * self._share):
+        while True:
+            claims = self._ring.native.claimed_event()
+            if not self._is_untaken(self._most * self._share):
+                break
             why = f"no trainer has taken its last {count(self._most * self._share + 1, 'group')}"
             if (ended := self._ended(begun, heard, give_up, why)) is not None:
                 return ended
-            time.sleep(_LOOK_S)
+            self._ring.native.wait_claimed(claims, max(0.0, min(give_up - time.monotonic(), _SLICE_S)))
         for topic in self._topics:
             heard, notice = time.monotonic(), self._latest(topic, give_up)
             while notice is not None and (steps := self._steps(notice)) > self._most:
