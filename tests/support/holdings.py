@@ -71,12 +71,19 @@ def identities(samples: Sequence[HeldSample]) -> list[Identity]:
     return [each.identity for each in samples]
 
 
+def answers_of(holding: Holding) -> dict[Identity, bool | None]:
+    """The answers that have come."""
+    found: dict[Identity, bool | None] = {}
+    holding.settle(found.update)
+    return found
+
+
 def settled(holding: Holding, n: int) -> dict[Identity, bool | None]:
     """The answers about so many deliveries."""
     found: dict[Identity, bool | None] = {}
 
     def all_came() -> bool:
-        found.update(holding.settle())
+        holding.settle(found.update)
         return len(found) >= n
 
     eventually(all_came, f"{n} answers")

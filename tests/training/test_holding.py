@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from found_rings import LONG_S, HereAndElsewhere, ring_of
 from helpers import Child, cut_connections, eventually, free, on_loop
-from holdings import HOLDER, held_by, holding_of, identities, settled
+from holdings import HOLDER, answers_of, held_by, holding_of, identities, settled
 from interrupted_lines import Interrupted
 from takes import broken_between
 
@@ -22,6 +22,7 @@ from transport.claims.rings import FoundRings
 from transport.claims.waiting import Why
 from transport.errors import ClosedError, RankError
 from transport.group import end_of, in_group
+from transport.ticket import Identity
 from transport.training.holding import Holding, _There
 from transport.training.trainer import Trainer
 
@@ -83,9 +84,9 @@ def test_what_is_consumed_is_answered_once_and_held_no_longer(ring: SharedRingBu
     first, *others = identities(held_by(holding, 5))
     holding.consume([*others, *others])
     assert settled(holding, 4) == dict.fromkeys(others, True)
-    assert holding.settle() == {} and first in holding and others[0] not in holding
+    assert answers_of(holding) == {} and first in holding and others[0] not in holding
     holding.consume([others[0], ("00" * 16, 0, 1)])  # neither is held
-    assert holding.settle() == {others[0]: False, ("00" * 16, 0, 1): False}
+    assert answers_of(holding) == {others[0]: False, ("00" * 16, 0, 1): False}
     holding.consume([first])
     assert settled(holding, 1) == {first: True}
     assert len(holding) == 0 and ring.native.depth(0)["done"] == 5 and free(ring)
@@ -159,7 +160,7 @@ def test_claims_of_a_holder_that_is_silent_for_its_lease_are_lost(
         again = held_by(other, 3)
         assert identities(again) == identities(samples)
         silent.consume(identities(samples[:1]))
-        assert silent.settle() == {samples[0].identity: False}
+        assert answers_of(silent) == {samples[0].identity: False}
         assert silent.lost() == set(identities(samples[1:]))
         assert silent.lost() == set() and len(silent) == 0
         other.consume(identities(again))
@@ -306,6 +307,26 @@ def test_a_close_that_is_interrupted_at_any_line_is_finished_by_the_next_one(
             interrupted = interrupt.left <= 0
             holding.close()
             eventually(lambda: ring.native.depth(0)["ready"] == 3, f"all went back, interrupted at line {at}")
+
+
+def test_answers_are_told_again_when_the_call_that_told_them_was_interrupted_at_any_line(
+    ring: SharedRingBuffer, holding: Holding
+) -> None:
+    at, interrupted = 0, True
+    while interrupted:
+        at += 1
+        interrupt = Interrupted(at, (Holding.__module__,))
+        write(ring, 3)
+        kept, *asked = identities(held_by(holding, 3))
+        holding.consume(asked)
+        eventually(lambda: ring.native.depth(0)["claimed"] == 1, "the ring has consumed them")
+        told: dict[Identity, bool | None] = {}
+        with interrupt:
+            holding.settle(told.update)
+        interrupted = interrupt.left <= 0
+        told.update(settled(holding, 2 - len(told)))
+        assert told == dict.fromkeys(asked, True) and holding.identities == [kept], at
+        holding.discard([kept], "it is not needed")
 
 
 def test_all_is_written_only_when_nothing_is_on_its_way_back(prefix: str, wire: str) -> None:

@@ -984,21 +984,25 @@ def test_a_planner_that_is_started_again_waits_for_no_lease() -> None:
         assert not before.lead() and other.lead()
 
 
-def test_a_close_that_is_interrupted_at_any_line_of_the_planner_consumes_what_was_learned(
-    ring: SharedRingBuffer, prefix: str
-) -> None:
+def test_a_close_that_is_interrupted_at_any_line_consumes_what_was_learned_and_forgets_it(prefix: str) -> None:
     at, interrupted = 0, True
     while interrupted:
         at += 1
-        interrupt = Interrupted(at, (Planner.__module__,))
-        trainer = trainer_of(prefix)
-        ring.write({"tokens": np.arange(1, dtype=np.int32)})
-        next(iter(trainer.steps(1, ahead=False))).consume()
-        with interrupt:
+        interrupt = Interrupted(at, (Planner.__module__, Holding.__module__))
+        with MemoryStore() as store, ring_of(prefix, schema=SCHEMA, slot_bytes=None) as ring:
+            trainer = trainer_of(prefix, mesh=Mesh(store=store))
+            ring.write({"tokens": np.arange(1, dtype=np.int32)})
+            ring.end_data()
+            step = next(iter(trainer.steps(1)))
+            records = trainer._step_records
+            assert records is not None
+            eventually(partial(records.everybody_has_seen, 1), "the end is seen")
+            step.consume()
+            with interrupt:
+                trainer.close()
+            interrupted = interrupt.left <= 0
             trainer.close()
-        interrupted = interrupt.left <= 0
-        trainer.close()
-        assert ring.native.depth(0)["done"] == at
+            assert ring.native.depth(0)["done"] == 1 and not records.standing(), at
 
 
 def test_a_planner_whose_leave_was_interrupted_leaves_with_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:

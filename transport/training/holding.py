@@ -2,7 +2,7 @@
 
     samples = holding.take(256, timeout_s=0.1)         # tickets and what rings say of them
     holding.consume(each.identity for each in samples) # asks, and does not wait
-    holding.settle()                                   # {identity: True, …}, as the rings answer
+    holding.settle(note)                               # note({identity: True, …}), as the rings answer
 
     held ──consume──► asked ──(the ring's answer)──► consumed, or another's
       │                 ▲└────(out of reach)───────► in question, and held: `consume` asks again
@@ -16,7 +16,7 @@ Mapped rings answer at once. What became of claims elsewhere stands in their `Cl
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Final, NamedTuple
 
@@ -101,6 +101,7 @@ class _There:
 
 
 _Held = _Here | _There
+_Answer = tuple[Identity, _Held | None, bool | None]
 _Group = list[tuple[Identity, _There]]  # of one answer, in its order
 _Groups = dict[ClaimedRows, _Group]
 
@@ -121,8 +122,8 @@ class Holding:
         self._rank = rank
         self._consumer = consumer
         self._held: dict[Identity, _Held] = {}
-        self._answers: list[tuple[Identity, _Held | None, bool | None]] = []  # not looked at yet
-        self._asked: list[tuple[ClaimedRows, _Group]] = []  # of rings elsewhere that have not answered
+        self._answers: list[_Answer] = []  # that nobody was told yet
+        self._asked: list[tuple[ClaimedRows, _Group]] = []  # of rings elsewhere, whose answers nobody was told yet
         self._closed = False
 
     def __repr__(self) -> str:
@@ -151,6 +152,7 @@ class Holding:
         if self._closed:
             raise ClosedError("this holding is closed")
         samples: list[HeldSample] = []
+        came: dict[Identity, _Held] = {}
         for part in self._rings.take_parts(
             n, timeout_s, rank=self._rank, consumer=self._consumer, oldest_version=oldest_version
         ):
@@ -159,9 +161,10 @@ class Holding:
             for row, note, held in zip(rows, notes, _claims_of(part), strict=True):
                 slot, generation, rank, attempts, size, version, _, in_vain = row
                 identity = (part.ring, slot, generation)
-                self._held[identity] = held
+                came[identity] = held
                 known = None if version == _ring.NO_VERSION else version
                 samples.append(HeldSample(identity, note, rank, attempts, in_vain, size, known))
+        self._held.update(came)  # at once: what an interrupt leaves out goes back
         return samples
 
     # --- ends ---------------------------------------------------------------------------------------
@@ -178,27 +181,28 @@ class Holding:
             claims.end(_positions(group), CONSUME)
             self._asked.append((claims, group))
 
-    def settle(self) -> dict[Identity, bool | None]:
-        """Return the answers that have come since the last call; those deliveries are held no longer, but for None.
+    def settle(self, note: Callable[[Mapping[Identity, bool | None]], object]) -> None:
+        """Tell ``note`` the answers that have come; those deliveries are held no longer then, but for None.
 
         True: consumed. False: its claim had ended, and others may have it, or this holding by another `take`. None: its
         ring went out of reach before it answered, so that it may have been consumed; `consume` asks it again.
+
+        What ``note`` does may be done again: after an interrupt or an error the next call tells the same answers.
         """
-        asked, self._asked = self._asked, []
-        for claims, group in asked:
-            if not claims.answered(_positions(group)):
-                self._asked.append((claims, group))
-                continue
+        answered = [(claims, group) for claims, group in self._asked if claims.answered(_positions(group))]
+        here = len(self._answers)
+        answers = list(self._answers)
+        for claims, group in answered:
             verdicts = claims.verdicts[_positions(group)].tolist()
             for (identity, held), verdict in zip(group, verdicts, strict=True):
-                self._answers.append((identity, held, None if verdict < _CONSUMED else verdict == _CONSUMED))
-        found: dict[Identity, bool | None] = {}
-        answers, self._answers = self._answers, []
+                answers.append((identity, held, None if verdict < _CONSUMED else verdict == _CONSUMED))
+        note({identity: consumed for identity, _, consumed in answers})
         for identity, claim, consumed in answers:
-            found[identity] = consumed
             if consumed is not None and self._held.get(identity) is claim:
                 self._held.pop(identity, None)
-        return found
+        for each in answered:
+            self._asked.remove(each)
+        del self._answers[:here]
 
     def give_back(self, identities: Iterable[Identity], delay_s: float = 0.0, *, in_vain: bool = True) -> None:
         """Let others claim these after the delay; ``in_vain``: it counts towards ``max_deliveries``."""

@@ -130,7 +130,7 @@ class Planner:
         self._consumed: dict[int, set[Identity]] = {}  # steps whose rings have not answered for all
         self._lost_since: dict[int, float] = {}  # claims of steps
         self._spent: set[Identity] = set()  # of those that were consumed behind the checkpoint of this start
-        self._done: list[int] = []
+        self._done: set[int] = set()  # steps that nothing waits for
         self._next = 0
         self._end: int | None = None
         self._waits_since: float | None = None
@@ -316,7 +316,7 @@ class Planner:
                 held = [each for each in step.identities() if each in self._holding]
                 self._holding.give_back([each for each in held if each in unread], _BACK_S)
                 self._holding.give_back([each for each in held if each not in unread], _BACK_S, in_vain=False)
-                self._done.append(step.number)
+                self._done.add(step.number)
             self._is_decided(step)  # last, so that after an interrupt of a close the next call finishes
 
     def _give_up_lost(self, step: PlannedStep) -> None:
@@ -344,17 +344,21 @@ class Planner:
         self._consumed[step.number] = set(held)
 
     def _look_at_claims(self) -> None:
-        answers = self._holding.settle()
+        self._holding.settle(self._note_answers)
         for number, waiting in list(self._consumed.items()):
-            waiting.difference_update(answers)
             if not waiting:
+                self._done.add(number)
                 del self._consumed[number]
-                self._done.append(number)
+        for number in sorted(self._done):
+            if number < self._next - _KEEP:
+                self._records.forget(number)
+                self._done.discard(number)
+
+    def _note_answers(self, answers: Mapping[Identity, bool | None]) -> None:
+        for waiting in self._consumed.values():
+            waiting.difference_update(answers)
         if again := [each for each, answer in answers.items() if answer is None and each in self._holding]:
             self._holding.consume(again)
-        self._done.sort()
-        while self._done and self._done[0] < self._next - _KEEP:
-            self._records.forget(self._done.pop(0))
 
     # --- samples that come ----------------------------------------------------------------------------
     def _due(self) -> list[HeldSample]:
