@@ -609,6 +609,22 @@ def test_what_is_consumed_right_before_the_close_does_not_come_again(
         assert sorted([seen, *learned(trainer, 1)]) == [[0] * 4, [1] * 4, [2] * 4]
 
 
+@pytest.mark.guarantee("a connection breaks before, during or after the payload")
+@pytest.mark.parametrize("cut", [0, 1])
+def test_what_is_consumed_when_its_connection_was_lost_does_not_come_again(prefix: str, cut: int) -> None:
+    with SharedRingBuffer.create(SCHEMA, prefix=prefix, slots=8) as ring, UCXXServer(ring, mode="thread") as server:
+        for value in range(2):
+            write(ring, f"p{value}", value)
+        with trainer_of(prefix, "tcp") as trainer:
+            step = next(iter(trainer.steps(1)))
+            seen = values(step)
+            calls = [step.consume, partial(on_loop, server, lambda: cut_connections(server))]
+            calls[cut]()
+            calls[1 - cut]()
+        with trainer_of(prefix, "tcp") as trainer:
+            assert sorted([seen, values(next(iter(trainer.steps(1))))]) == [[0] * 4, [1] * 4]
+
+
 def test_steps_that_take_most_slots_of_their_ring_are_read_without_a_copy(
     prefix: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -21,7 +21,8 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Final, Literal
 
 import msgspec
@@ -46,7 +47,7 @@ MOST: Final = 1024  # claims in one turn
 _SLICE_S: Final = 0.05  # of a wait for claims, after which states are looked at
 _RENEW_S: Final = 1.0
 _KEEP: Final = 3  # steps that are consumed and stay in the records, for ranks that look at their state
-_ANSWERS_S: Final = 5.0  # for rings to answer what is consumed at a close
+_ANSWERS_S: Final = 5.0  # for rings to consume, at a close, what is learned
 _LAST_S: Final = 30.0  # for votes on the last steps
 _GONE_S: Final = 10.0  # for a ring that nobody answers for to come back
 _BACK_S: Final = 0.2  # until what a step could not have is claimed again
@@ -127,7 +128,7 @@ class Planner:
         self._names: set[str] = set()  # of their groups
         self._late: dict[Identity, HeldSample] = {}  # wait for what becomes of a group, or of a step
         self._decided = False  # something has become of one
-        self._consumed: dict[int, set[Identity]] = {}  # steps whose rings have not answered for all
+        self._consumed: dict[int, set[Identity]] = {}  # steps, and what of them no ring has said to be consumed
         self._lost_since: dict[int, float] = {}  # claims of steps
         self._spent: set[Identity] = set()  # of those that were consumed behind the checkpoint of this start
         self._done: set[int] = set()  # steps that nothing waits for
@@ -181,21 +182,27 @@ class Planner:
     def _turn(self) -> None:
         self._look_at_steps()
         written = self._holding.all_written()  # before the look at what came
-        lost = self._holding.lost()
-        if lost:
-            self._assembly.lose(lost)
-            self._decided = True
-        came = self._holding.take(MOST, 0.0 if self._may_plan() and self._enough() else _SLICE_S)
+        changed = self._take(0.0 if self._may_plan() and self._enough() else _SLICE_S)
         now = time.monotonic()
-        for sample in [*self._due(), *came]:
-            self._came(sample, now)
         self._look_at_claims()
-        over = written and not came and not lost  # what was lost or came may change what is left
+        over = written and not changed  # what was lost or came may change what is left
         self._give_up(now, over)
         if self._may_plan():
             self._plan(now, over)
         waiting = sum(not self._model.has(number) for number in self._steps)
         self._lead.say(waiting + len(self._assembly.complete) // self._terms.groups, self._share)
+
+    def _take(self, timeout_s: float) -> bool:
+        """Note what was lost and what comes, and return whether anything was or did."""
+        lost = self._holding.lost()
+        if lost:
+            self._assembly.lose(lost)
+            self._decided = True
+        came = self._holding.take(MOST, timeout_s)
+        now = time.monotonic()
+        for sample in [*self._due(), *came]:
+            self._came(sample, now)
+        return bool(lost or came)
 
     def close(self, learned: Collection[int] = ()) -> None:
         """Consume what is learned, give the rest back, and let another rank plan.
@@ -219,22 +226,25 @@ class Planner:
         self._holding.close()
 
     def _finish(self, learned: set[int]) -> None:
-        now = time.monotonic()
-        settled_by, voted_by = now + _ANSWERS_S, now + _LAST_S
+        voted_by = time.monotonic() + _LAST_S
         self._look_at_steps()
-        self._settle(settled_by)
         while self._end is not None and self._term and not self._steps.keys().isdisjoint(learned):
             if time.monotonic() >= voted_by:
                 left = sorted(self._steps.keys() & learned)
                 log.warning("steps %s are not consumed by every rank yet: another rank plans on", left)
-                return
+                break
             self.turn()
-            self._settle(voted_by)
+        self._settle(time.monotonic() + _ANSWERS_S)
 
     def _settle(self, give_up: float) -> None:
-        """Wait for the rings' answers, which the loop notes; at a close only."""
+        """Wait for the rings' answers, which the loop notes, and for claims that were lost; at a close only."""
+        claims = [each for waiting in self._consumed.values() for each in waiting]
+        self._holding.consume([each for each in claims if each in self._holding])  # an interrupt may have prevented it
         while self._consumed and time.monotonic() < give_up:
             time.sleep(_SLICE_S / 10)
+            if any(each not in self._holding for waiting in self._consumed.values() for each in waiting):
+                with suppress(TransportError):  # perhaps no ring is left
+                    self._take(0.0)
             self._look_at_claims()
 
     # --- leading --------------------------------------------------------------------------------------
@@ -255,7 +265,7 @@ class Planner:
                     self._note_learned(step)
                 else:
                     self._spent.update(step.identities())
-                self._consume(step)
+                self._done.add(step.number)
             else:
                 if state != "void" and step.shape != self._shape:
                     self._records.make_void(step.number, "the mesh has another shape by now")
@@ -320,34 +330,40 @@ class Planner:
             self._is_decided(step)  # last, so that after an interrupt of a close the next call finishes
 
     def _give_up_lost(self, step: PlannedStep) -> None:
-        """Make a step void that not all have read, where claims of it are lost and do not come back: rings are gone."""
-        now = time.monotonic()
-        lost = {each[0] for each in step.identities() if each not in self._holding}
-        if not lost:
-            self._lost_since.pop(step.number, None)
-            return
-        since = self._lost_since.setdefault(step.number, now)
-        served = lost <= self._holding.rings()
-        if now >= since + (self._records.lease_s if served else _GONE_S):
-            rings, waited = ", ".join(sorted(each[:8] for each in lost)), f"for {now - since:.0f} s"
-            why = f"its samples in rings {rings} could not be claimed {waited}"
-            why = why if served else f"nobody has served rings {rings} {waited}"
+        """Make a step void that not all have read, where claims of it are lost and do not come back."""
+        if why := self._gone(step.number, step.identities()):
             self._records.cannot_read(step.number, why, [])
+
+    def _gone(self, number: int, claims: Iterable[Identity]) -> str:
+        """Say why claims of a step that are lost do not come back: rings are gone. "": none is lost, or they may."""
+        now = time.monotonic()
+        lost = {each[0] for each in claims if each not in self._holding}
+        if not lost:
+            self._lost_since.pop(number, None)
+            return ""
+        since = self._lost_since.setdefault(number, now)
+        served = lost <= self._holding.rings()
+        if now < since + (self._records.lease_s if served else _GONE_S):
+            return ""
+        rings, waited = ", ".join(sorted(each[:8] for each in lost)), f"for {now - since:.0f} s"
+        not_claimed = f"its samples in rings {rings} could not be claimed {waited}"
+        return not_claimed if served else f"nobody has served rings {rings} {waited}"
 
     def _note_learned(self, step: PlannedStep) -> None:
         self._learned.accept_all(step.deliveries())
         self._learned.groups.add(step.names())
 
     def _consume(self, step: PlannedStep) -> None:
-        held = [each for each in step.identities() if each in self._holding]
-        self._holding.consume(held)
-        self._consumed[step.number] = set(held)
+        """Ask the rings to consume what is held of a step; what is lost is asked for when it comes again."""
+        self._holding.consume([each for each in step.identities() if each in self._holding])
+        self._consumed[step.number] = set(step.identities())
 
     def _look_at_claims(self) -> None:
         self._holding.settle(self._note_answers)
         for number, waiting in list(self._consumed.items()):
-            if not waiting:
+            if not waiting or self._gone(number, waiting):
                 self._done.add(number)
+                self._lost_since.pop(number, None)
                 del self._consumed[number]
         for number in sorted(self._done):
             if number < self._next - _KEEP:
@@ -355,8 +371,9 @@ class Planner:
                 self._done.discard(number)
 
     def _note_answers(self, answers: Mapping[Identity, bool | None]) -> None:
+        consumed = [each for each, answer in answers.items() if answer]
         for waiting in self._consumed.values():
-            waiting.difference_update(answers)
+            waiting.difference_update(consumed)
         if again := [each for each, answer in answers.items() if answer is None and each in self._holding]:
             self._holding.consume(again)
 
