@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from claimed import claim_each
 from found_rings import LONG_S, ring_of
-from helpers import PATIENCE_S, Child, cut_connections, eventually, on_loop
+from helpers import PATIENCE_S, Child, cut_connections, eventually, in_thread, on_loop
 from interrupted_lines import Interrupted
 
 from transport import Rollout, Schema, SharedRingBuffer, UCXXServer, UpTo, open_rings
@@ -741,6 +741,52 @@ def test_the_end_of_a_group_lasts_as_long_as_its_samples(ring: SharedRingBuffer,
     with trainer_of(prefix, wire) as trainer:
         next(iter(trainer.steps(1))).consume()
     assert ring.native.unread == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("anew", [True, False])
+def test_a_step_that_becomes_void_when_the_end_was_said_comes_again_before_it(
+    ring: SharedRingBuffer, prefix: str, monkeypatch: pytest.MonkeyPatch, anew: bool
+) -> None:
+    monkeypatch.setenv("TRANSPORT_READ_TIMEOUT_S", "0.5")
+    monkeypatch.setenv("TRANSPORT_BATCH_DEADLINE_S", "1")
+    write(ring, "p", 1)
+    ring.end_data()
+    with trainer_of(prefix, "tcp") as trainer:
+        steps = trainer.steps(1, ahead=False)
+        next(iter(steps))
+        records = trainer._step_records
+        assert records is not None
+        eventually(lambda: records.standing()[-1].step.ends, "the end is said")
+        memory = ring.native.payload(ring.tickets()[0].slot)
+        memory[0] ^= 4  # cannot be read
+        if anew:
+            steps = trainer.steps(1, ahead=False)
+        found, reading = in_thread(lambda: [(values(step), step.consume()) for step in steps])
+        eventually(lambda: trainer.statistics().void_steps, "the step is void")
+        memory[0] ^= 4
+        reading.join(6 * LONG_S)
+        assert found == [[([1] * 4, None)]]
+    assert ring.native.unread == 0
+
+
+def test_an_end_holds_for_a_rank_only_while_no_step_became_void_since_it_was_said() -> None:
+    with MemoryStore() as store:
+        ranks = [StepRecords(store, "mesh", rank, 2, 60.0) for rank in range(2)]
+        planner, other = ranks
+        assert planner.lead() and planner.plan(PlannedStep(0), [PlannedPart()])
+        for each in ranks:
+            each.has_read(0)
+        planner.end(1, [])
+        end = other.wait(1, 0.0)
+        assert end is not None and other.is_the_end(end)
+        other.take_back_vote(0)
+        other.cannot_read(0, "it is gone", [])
+        assert not any(each.is_the_end(end) for each in ranks)
+        assert planner.take_back_end(1) and other.wait(1, 0.0) is None and other.next_number() == 2
+        planner.end(2, [0])
+        end = other.wait(2, 0.0)
+        assert end is not None and other.is_the_end(end)
 
 
 def test_steps_are_learned_in_their_order(ring: SharedRingBuffer, prefix: str) -> None:

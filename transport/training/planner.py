@@ -134,6 +134,7 @@ class Planner:
         self._done: set[int] = set()  # steps that nothing waits for
         self._next = 0
         self._end: int | None = None
+        self._end_voids: set[int] = set()  # void steps whose groups had come again when it was said
         self._waits_since: float | None = None
         self._said = LogLimit()
         self._stale_said = LogLimit(float("inf"))
@@ -169,7 +170,7 @@ class Planner:
                 self._stop()
                 self._begin(term)
             if self._term and self._end is not None:
-                self._records.end(self._end)
+                self._records.end(self._end, sorted(self._end_voids))
         if not self._term:
             return False
         try:
@@ -181,6 +182,8 @@ class Planner:
 
     def _turn(self) -> None:
         self._look_at_steps()
+        if self._end is not None and not self._voids & self._done <= self._end_voids:
+            self._take_back_end(self._end)
         written = self._holding.all_written()  # before the look at what came
         changed = self._take(0.0 if self._may_plan() and self._enough() else _SLICE_S)
         now = time.monotonic()
@@ -259,7 +262,7 @@ class Planner:
                 if step.said == self._records.end_before:
                     self._records.forget(step.number)  # of an earlier start of the job
                 else:
-                    self._end = step.number
+                    self._end, self._end_voids = step.number, set(step.voids)
             elif state == "consumed":
                 if self._model.is_of_model(step.number):
                     self._note_learned(step)
@@ -511,8 +514,8 @@ class Planner:
                 self._drop(group, "tail")
                 self._decided = True
             if not self._decided:  # else what has waited for that comes first
-                self._end = self._next
-                self._records.end(self._next)
+                self._end, self._end_voids = self._next, self._voids & self._done
+                self._records.end(self._end, sorted(self._end_voids))
         else:
             self._say_waiting(now)
 
@@ -535,6 +538,13 @@ class Planner:
             steps if self._steps else "",
             "".join(f"; {each}" for each in self._holding.crowded()),
         )
+
+    def _take_back_end(self, end: int) -> None:
+        """Plan on: a rank that began anew could not read a step that stood when the end was said."""
+        if not self._records.take_back_end(end):
+            self._stop()  # another rank plans
+            return
+        self._end, self._next = None, end + 1
 
     def waiting(self) -> Mapping[str, int]:
         """Return by ring how many claims wait for their group, or for a step."""

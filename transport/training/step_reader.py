@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _SLICE_S: Final = 0.5  # of a wait for a record, after which a close is seen
-_FOLLOW_S: Final = 0.2  # until the end of an earlier start of the job is looked at again
+_FOLLOW_S: Final = 0.2  # until an end that does not hold is looked at again
 _SLOW_S: Final = 1.0  # of a read, after which its step's state is looked at
 _AGAIN_S: Final = 1.0  # until a store that failed is asked again
 
@@ -127,7 +127,7 @@ class StepReader:
                 number += 1
                 continue
             [planned] = plans
-            if planned.ends and planned.said == self._records.end_before:
+            if planned.ends and not await self._wait(partial(self._records.is_the_end, planned)):
                 await asyncio.sleep(_FOLLOW_S)  # until the planner of now says it, or takes it back
             elif planned.ends:
                 await self._do(self._records.has_seen_the_end, number)

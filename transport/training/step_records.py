@@ -61,6 +61,7 @@ class PlannedStep(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
         layout: of each replica its micro-batches, each of them samples as (group, number).
         shape: of the mesh: replicas, and ranks of each.
         said: of an end, another text each time that it is said.
+        voids: of an end, void steps whose groups have come again.
     """
 
     number: int
@@ -68,6 +69,7 @@ class PlannedStep(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     layout: list[list[list[tuple[int, int]]]] = []
     shape: tuple[int, int] = (0, 0)
     said: str = ""
+    voids: list[int] = []
 
     @property
     def ends(self) -> bool:
@@ -231,13 +233,22 @@ class StepRecords:
             ]
         )
 
-    def end(self, number: int) -> None:
-        """Say that there is no step of this number, since the data has ended. Ranks that come later need it again."""
+    def end(self, number: int, voids: Sequence[int]) -> None:
+        """Say that there is no step of this number, since the data has ended. Ranks that come later need it again.
+
+        It does not hold once a step is void that is none of ``voids``: see `is_the_end`.
+        """
         next_number, version = self._next()
         if next_number == number:
             same = [] if version == ABSENT else [Change(self._key("next"), encode(number), version)]
-            end = PlannedStep(number, said=secrets.token_hex(8))
+            end = PlannedStep(number, said=secrets.token_hex(8), voids=list(voids))
             self._as_planner([*same, Change(self._key("step", number), encode(end))])
+
+    def take_back_end(self, number: int) -> bool:
+        """Say that other steps follow, and none has this number. False: this rank is not the planner any more."""
+        next_number, version = self._next()
+        following = Change(self._key("next"), encode(number + 1), version)
+        return next_number == number and self._as_planner([following, *self._forgotten(number)])
 
     def everybody_has_seen(self, number: int) -> bool:
         """Tell whether every rank has voted that it has seen the end."""
@@ -253,10 +264,13 @@ class StepRecords:
 
     def forget(self, number: int) -> None:
         """Remove what is known of a step that has ended, as the planner."""
+        self._as_planner(self._forgotten(number))
+
+    def _forgotten(self, number: int) -> list[Change]:
         parts = self._store.scan(self._key("part", number) + "/")
         votes = self._store.scan(self._key("vote", number) + "/")
         keys = [self._key("step", number), self._key("state", number), *parts, *votes]
-        self._as_planner([Change(key, None) for key in keys])
+        return [Change(key, None) for key in keys]
 
     def void(self, number: int) -> tuple[str, set[Identity]]:
         """Return why a step is void, and what could not be read of it."""
@@ -269,6 +283,11 @@ class StepRecords:
         key = self._key("step", number)
         entry = self._store.watch(key, ABSENT, timeout_s)
         return None if entry is None else decode(PlannedStep, key, entry.value)
+
+    def is_the_end(self, end: PlannedStep) -> bool:
+        """Return whether an end holds: it is of this start of the job, and no step became void since it was said."""
+        voids = {step.number for step, state in self.standing() if state == "void"}
+        return end.said != self.end_before and voids <= set(end.voids)
 
     def part(self, number: int, replica: int) -> PlannedPart:
         """Return what a replica reads; nothing where the step is forgotten."""
