@@ -5,14 +5,15 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import pytest
 from found_rings import LONG_S, ring_of
-from helpers import NETWORK_WIRE, eventually
+from helpers import NETWORK_WIRE, cut_connections, eventually, on_loop
 from interrupted_lines import Interrupted
 
-from transport import Schema, SharedRingBuffer, Trainer
+from transport import Schema, SharedRingBuffer, Trainer, UCXXServer
 from transport.errors import TransportError
 from transport.packer.consumed_record import ConsumedRecord
 from transport.packer.options import ClientOptions
@@ -119,3 +120,32 @@ def test_a_take_that_is_interrupted_at_any_line_gives_every_payload_to_a_later_o
                 batch.consume()
                 accepted += [int(each["x"]) for each, ours in zip(batch, batch.accepted, strict=True) if ours]
             assert sorted(accepted) == [0, 1, 2, 3], at
+
+
+@pytest.mark.slow
+def test_a_batch_whose_answers_are_noted_again_after_an_interrupt_at_any_line_is_counted_once(prefix: str) -> None:
+    of = ("transport.training", ConsumedRecord.__module__)
+    at, interrupted = 0, True
+    with (
+        SharedRingBuffer.create(SCHEMA, slots=4, prefix=prefix) as ring,
+        UCXXServer(ring, mode="thread") as server,
+        Trainer(SCHEMA, f"rings:{prefix}", wire={NETWORK_WIRE}) as trainer,  # type: ignore[arg-type]
+    ):
+        while interrupted:
+            at += 1
+            interrupted = False
+            ring.write({"x": np.int64(at)})
+            for lost in (True, False):
+                batch = trainer.take(1, LONG_S)
+                assert batch is not None
+                if lost:
+                    on_loop(server, partial(cut_connections, server))
+                batch.consume()
+                interrupt = Interrupted(at, of)
+                with interrupt:
+                    assert len(batch.accepted) == 1
+                interrupted = interrupted or interrupt.left <= 0
+                assert batch.accepted.tolist() == [not lost]
+            counted = trainer.statistics()
+            assert (counted.consumed, counted.lost_claims) == (at, at)
+    assert at > 10

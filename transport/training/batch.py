@@ -60,6 +60,7 @@ class Batch(Payloads):
         claimed_in: span of the claim; None where the program has no OpenTelemetry.
         learned: whether the model has learned from the payloads, as `accept` says.
         in_slots: whether payloads that were consumed lie in slots of mapped rings.
+        counted: how many payloads the book has counted as consumed, and as lost.
     """
 
     parts: Sequence[Claimed]
@@ -77,6 +78,7 @@ class Batch(Payloads):
         self._book = book
         self._state: Literal["claimed", "accepted", "asked", "in question", "consumed", "given back"] = "claimed"
         self.learned = self.in_slots = False
+        self.counted = 0, 0
         self._verdicts: npt.NDArray[np.bool_] = _NONE
         self.claimed_in: Span | None = None
 

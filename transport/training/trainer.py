@@ -680,19 +680,24 @@ class TrainerBook:
         self.in_slots.clear()
 
     def consumed(self, batch: Batch, verdicts: npt.NDArray[np.bool_]) -> None:
-        """Note what was consumed: all of an accepted batch, since the model has learned from it, else what was ours."""
+        """Note what was consumed: all of an accepted batch, since the model has learned from it, else what was ours.
+
+        Noted again, after an interrupt or when what was in question is answered, a batch is counted as it is then.
+        """
         self.open.discard(batch)
         found = deliveries(batch.parts, batch.columns)
-        ours = found if batch.learned or verdicts.all() else compress(found, verdicts.tolist())
-        self.consumed_count += self.consumed_record.accept_all(ours)
+        ours = found if batch.learned or verdicts.all() else list(compress(found, verdicts.tolist()))
+        self.consumed_record.accept_all(ours)
         for at, joined in batch.joined.items():
             if verdicts[at]:  # where another trainer has the claim, its parents are left to that one
                 for part in joined.parts:
                     part.ack(self.client)
         if batch.in_slots:
             self.in_slots.append(weakref.ref(batch))
-        if not verdicts.all():
-            self.lost += int((~verdicts & ~batch.in_question).sum())
+        lost = 0 if verdicts.all() else int((~verdicts & ~batch.in_question).sum())
+        before = batch.counted
+        counts = self.consumed_count + len(ours) - before[0], self.lost + lost - before[1]
+        (self.consumed_count, self.lost), batch.counted = counts, (len(ours), lost)  # at once, for an interrupt
 
     def given_back(self, batch: Batch) -> None:
         """Note that a batch was given back."""
