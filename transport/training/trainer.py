@@ -282,6 +282,8 @@ class Trainer:
             )
             if came and not parts:
                 full_by = time.monotonic() + fill_s if fill_s else 0.0
+            for part in came:
+                self._without_unreadable(part)
             if self._book.remembers:
                 came = self._book.left(came, parts, self._end_parts if self._joined else None)
             for part in came:
@@ -351,6 +353,15 @@ class Trainer:
         if names_parents(self._client, ticket):
             rank = int(columns_of([part])[2, at])
             self._thread.run(end_parts(self._client, ticket, rank, self._settings))
+
+    def _without_unreadable(self, part: Claimed) -> None:
+        """Discard the payloads whose tickets have what is looked at later, and cannot be decoded."""
+        marked = range(len(part)) if self._joined else {*part.marked(_ORIGIN), *part.marked(_CONTEXT)}
+        for at in sorted(marked, reverse=True):
+            try:
+                Ticket.decode(part.note(at))
+            except TicketError as error:
+                self._discard(part, at, error_text(error))
 
     def _without_undescribed(self, parts: Sequence[Claimed]) -> None:
         """Discard the payloads that neither their ticket nor a schema of this trainer describes."""
