@@ -42,7 +42,7 @@ class Stages:
         ]
         self._readers = readers
         self.rollout, self.reference, self.reward = self.all
-        self._servers = [UCXXServer(ring, mode="thread") for ring in self.all]
+        self.servers = [UCXXServer(ring, mode="thread") for ring in self.all]
 
     def write(self, number: int) -> tuple[Ticket, Ticket, Ticket]:
         """A rollout, and what two stages add, the second to both."""
@@ -58,12 +58,12 @@ class Stages:
         return all(loan is not None and loan.release() for loan in taken)
 
     def __enter__(self) -> Stages:
-        for server in self._servers:
+        for server in self.servers:
             server.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        for server in self._servers:
+        for server in self.servers:
             server.__exit__(None, None, None)
         for ring in self.all:
             ring.close()
@@ -184,6 +184,26 @@ def test_a_duplicate_ends_with_its_parts(stages: Stages, trainer: Make) -> None:
     eventually(dropped, "they are dropped")
     loop.close()
     assert stages.all_free()
+
+
+@pytest.mark.slow
+def test_a_duplicate_whose_parts_are_out_of_reach_keeps_nothing_from_the_trainer(
+    stages: Stages, trainer: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRANSPORT_READ_TIMEOUT_S", "0.5")
+    monkeypatch.setenv("TRANSPORT_BATCH_DEADLINE_S", "1")
+    record = ConsumedRecord()
+    rolled, _, rewarded = stages.write(0)
+    record.accept(*rewarded.origin, 0)
+    stages.reward.write(with_parents({"reward": 1}, [rolled]))
+    loop = trainer(record=record, wire={"tcp"})
+    away = stages.servers[1]
+    ports = away.ports
+    away.__exit__(None, None, None)
+    batch = taken(loop, 1)
+    assert [float(each["reward"]) for each in batch] == [1.0] and not loop.statistics().duplicates
+    with UCXXServer(stages.reference, ports=ports, mode="thread"):
+        eventually(lambda: loop.take(1) or loop.statistics().duplicates == 1, "it ends when they are there again")
 
 
 def test_a_payload_whose_claim_is_lost_keeps_its_parts_for_the_next_trainer(stages: Stages, trainer: Make) -> None:

@@ -347,12 +347,18 @@ class Trainer:
                     self._discard(part, index, error_text(each.error))
         return len(batch.joined) == len(which)
 
-    def _end_parts(self, part: Claimed, at: int) -> None:
-        """Acknowledge the parents of a payload that was consumed before."""
+    def _end_parts(self, part: Claimed, at: int) -> bool:
+        """Acknowledge the parents of a payload that was consumed before. False: they are out of reach, it goes back."""
         ticket = Ticket.decode(part.note(at))
         if names_parents(self._client, ticket):
             rank = int(columns_of([part])[2, at])
-            self._thread.run(end_parts(self._client, ticket, rank, self._settings))
+            try:
+                self._thread.run(end_parts(self._client, ticket, rank, self._settings))
+            except TransportError as error:
+                log.warning("payload %s, consumed before, has parts that cannot be ended yet: %s", ticket.name, error)
+                part.drop(at, "", False, delay_s=self._settings.backoff_most_s, in_vain=False)
+                return False
+        return True
 
     def _without_unreadable(self, part: Claimed) -> None:
         """Discard the payloads whose tickets have what is looked at later, and cannot be decoded."""
@@ -649,13 +655,13 @@ class TrainerBook:
             batch.release()
 
     def left(
-        self, parts: Sequence[Claimed], before: Sequence[Claimed], end_parts: Callable[[Claimed, int], None] | None
+        self, parts: Sequence[Claimed], before: Sequence[Claimed], end_parts: Callable[[Claimed, int], bool] | None
     ) -> list[Claimed]:
         """Return the parts without payloads that were consumed, or are in hand: a restored one may be in two rings.
 
         Args:
             before: parts of the batch that is being taken.
-            end_parts: called for each that was consumed before; None: payloads have no parts.
+            end_parts: called for each that was consumed before; False: it has left its part. None: there are no parts.
         """
         batches = [batch for batch in (*self.open, *self.unanswered) if not batch.settled]
         held = {each for batch in batches for each in deliveries(batch.parts, batch.columns)}
@@ -663,10 +669,9 @@ class TrainerBook:
         for part in parts:
             for at, delivery in reversed(list(enumerate(deliveries([part], columns_of([part]))))):
                 if self.consumed_record.contains(*delivery):
-                    self.duplicates += 1
-                    if end_parts is not None:
-                        end_parts(part, at)
-                    part.consume(at)
+                    if end_parts is None or end_parts(part, at):
+                        part.consume(at)
+                        self.duplicates += 1
                 elif delivery in held:  # the batch that has it may come to nothing, and then it comes again
                     part.drop(at, "", False, delay_s=_HELD_S, in_vain=False)
                 else:
