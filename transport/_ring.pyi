@@ -118,12 +118,21 @@ class Ring:
 
     @staticmethod
     def create(
-        name: str, slot_count: int, slot_capacity: int, fingerprint: bytes, *, file: str = "", synced: bool = False
+        name: str,
+        slot_count: int,
+        slot_capacity: int,
+        fingerprint: bytes,
+        *,
+        file: str = "",
+        synced: bool = False,
+        begins: bool = True,
     ) -> Ring:
         """Create a segment. With a ``file`` (an absolute path) the name leads there, and all of the above is said of
-        the file; LayoutError then also of what is no ring. ``synced``: `publish` syncs first."""
+        the file; LayoutError then also of what is no ring. ``synced``: `publish` syncs first. ``begins``: see `begun`.
+        """
     @staticmethod
-    def attach(name: str, role: int, *, writable_payload: bool = False) -> Ring: ...
+    def attach(name: str, role: int, *, writable_payload: bool = False, set_up: bool = False) -> Ring:
+        """Attach. ``set_up``: also while the ring is being set up, which else is not found."""
     def close(self) -> None:
         """Give up pins, owner place and locks; unmap when the last exported memory is gone. Idempotent.
 
@@ -276,10 +285,18 @@ class Ring:
     consumers: str  # names with how many ranks each has, "name:ranks,…", at most 400 bytes
     schema: bytes  # encoded, at most MAX_SCHEMA bytes; empty: none, or a longer one
 
-    # --- the end of data ---------------------------------------------------------------------------
+    # --- the data ----------------------------------------------------------------------------------
+    @property
+    def begun(self) -> bool:
+        """True from when the writer has set it, also when closed. Before, the ring is being set up.
+
+        One that was taken over stays as it was left until this is set again.
+        """
+    @begun.setter
+    def begun(self, begun: bool) -> None: ...
     @property
     def ended(self) -> bool:
-        """True when the writer has said that it writes nothing more. One that takes the ring over takes it back."""
+        """True when the writer has said that it writes nothing more. A successor takes it back when it begins."""
     @property
     def drained(self) -> bool:
         """Ended, and every payload is consumed or given up."""

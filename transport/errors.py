@@ -161,7 +161,7 @@ class LengthMismatchError(RefusedError):
 
 
 class BusyError(RefusedError):
-    """The listener has reached a limit, or is shutting down."""
+    """The listener has reached a limit, is shutting down, or its ring is still being set up."""
 
     retryable = True
     status = 8

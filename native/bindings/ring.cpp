@@ -205,24 +205,24 @@ bool wait(const Ring& ring, EventWord& (Ring::*which)() const, std::uint32_t bef
 }
 
 std::unique_ptr<Ring> create(const std::string& name, std::uint64_t slot_count, std::uint64_t slot_capacity,
-                             nb::bytes fingerprint, const std::string& file, bool synced) {
+                             nb::bytes fingerprint, const std::string& file, bool synced, bool begins) {
   Bytes16 key{};
   if (fingerprint.size() != key.size()) fail(Fault::argument, "a fingerprint has 16 bytes");
   std::memcpy(key.data(), fingerprint.c_str(), key.size());
   const GilReleased release;
   const Kept kept = file.empty() ? Kept::no : synced ? Kept::synced : Kept::by_file;
   try {
-    return Ring::create(name, slot_count, slot_capacity, key, file, kept);
+    return Ring::create(name, slot_count, slot_capacity, key, file, kept, begins);
   } catch (RingFault& fault) {
     fault.of_new_file = !file.empty();
     throw;
   }
 }
 
-std::unique_ptr<Ring> attach(const std::string& name, int role, bool writable_payload) {
+std::unique_ptr<Ring> attach(const std::string& name, int role, bool writable_payload, bool set_up) {
   if (role < 0 || role > static_cast<int>(Role::reader)) fail(Fault::argument, "no such role");
   const GilReleased release;
-  return Ring::attach(name, static_cast<Role>(role), writable_payload);
+  return Ring::attach(name, static_cast<Role>(role), writable_payload, set_up);
 }
 
 nb::bytes bytes_of(const Bytes16& value) { return nb::bytes(value.data(), value.size()); }
@@ -243,6 +243,11 @@ nb::dict counters(const Ring& ring) {
 // Shared memory may contain any bytes; they are shown as text.
 nb::str shown(const std::string& bytes) {
   return nb::steal<nb::str>(PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "replace"));
+}
+
+void begin(Ring& ring, bool begun) {
+  if (!begun) fail(Fault::argument, "what has begun stays so");
+  ring.begin();
 }
 
 nb::bytes schema(const Ring& ring) {
@@ -332,8 +337,9 @@ void bind_ring(nb::module_& module) {
                         "One attachment of this process to a ring's segment.");
   bind_claims(ring);
   ring.def_static("create", create, "name"_a, "slot_count"_a, "slot_capacity"_a, "fingerprint"_a, nb::kw_only(),
-                  "file"_a = "", "synced"_a = false)
-      .def_static("attach", attach, "name"_a, "role"_a, nb::kw_only(), "writable_payload"_a = false)
+                  "file"_a = "", "synced"_a = false, "begins"_a = true)
+      .def_static("attach", attach, "name"_a, "role"_a, nb::kw_only(), "writable_payload"_a = false,
+                  "set_up"_a = false)
       .def("close", &Ring::close, "Release pins, owner number and locks, except those of lent memory. Idempotent.")
       .def("leave", &Ring::leave, nb::kw_only(), "give_up_unread"_a, "only_empty"_a)
       .def("end_reading", &Ring::end_reading)
@@ -399,6 +405,7 @@ void bind_ring(nb::module_& module) {
       .def_prop_rw("addresses", [](const Ring& ring) { return shown(ring.addresses()); }, &Ring::set_addresses)
       .def_prop_rw("consumers", [](const Ring& ring) { return shown(ring.consumers()); }, &Ring::set_consumers)
       .def_prop_rw("schema", schema, set_schema)
+      .def_prop_rw("begun", &Ring::begun, begin)
       .def_prop_ro("ended", &Ring::ended)
       .def_prop_ro("drained", &Ring::drained)
       .def("end_data", &Ring::end_data)

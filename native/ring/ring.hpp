@@ -93,10 +93,12 @@ struct OwnerInfo {
 
 class Ring {
  public:
-  // In a file (`file`, an absolute path) where `kept` says so.
+  // In a file (`file`, an absolute path) where `kept` says so. Without `begins` only those attach who ask for a ring
+  // that is being set up, until `begin`.
   static std::unique_ptr<Ring> create(const std::string& name, std::uint64_t slot_count, std::uint64_t slot_capacity,
-                                      const Bytes16& fingerprint, const std::string& file = {}, Kept kept = Kept::no);
-  static std::unique_ptr<Ring> attach(const std::string& name, Role role, bool writable_payload);
+                                      const Bytes16& fingerprint, const std::string& file = {}, Kept kept = Kept::no,
+                                      bool begins = true);
+  static std::unique_ptr<Ring> attach(const std::string& name, Role role, bool writable_payload, bool set_up = false);
   // Another owner of the same ring over the same mapping, for threads that want places of their own.
   std::unique_ptr<Ring> attach_again(Role role) const;
   ~Ring();
@@ -236,7 +238,9 @@ class Ring {
   std::string schema() const;
   void set_schema(std::string_view schema);
 
-  // --- the end of data: said by the writer before it closes; a killed writer says nothing ----------
+  // --- the data: begun by the writer, ended before it closes; a killed writer says no end ------------
+  bool begun() const;  // and so for ever; also when it is closed, by what was known then
+  void begin();
   bool ended() const;  // a writer has said it, and no living one has yet to say it
   void end_data();
   void only_serve();  // this owner writes nothing: the end of the data is for others to say
@@ -330,6 +334,7 @@ class Ring {
   std::atomic<std::uint32_t> granted_ = 0;  // of a file: on disk, as the last generation that we may give out
   // Either a user sees that the ring is closed, or close() sees the user: both sequentially consistent.
   std::atomic<bool> closed_ = false;
+  mutable std::atomic<bool> begun_ = false;  // as of the last look
   mutable std::atomic<unsigned> users_ = 0;
   FreeHints hints_;
   ReadyHints ready_;

@@ -16,7 +16,7 @@
 namespace transport {
 
 std::unique_ptr<Ring> Ring::create(const std::string& name, std::uint64_t slot_count, std::uint64_t slot_capacity,
-                                   const Bytes16& fingerprint, const std::string& file, Kept kept) {
+                                   const Bytes16& fingerprint, const std::string& file, Kept kept, bool begins) {
   Segment segment = Segment::create(name, slot_count, slot_capacity, fingerprint, file, kept);
   std::unique_ptr<Ring> ring(new Ring(std::move(segment), Role::observer));
   ring->keeper_ = true;
@@ -33,14 +33,17 @@ std::unique_ptr<Ring> Ring::create(const std::string& name, std::uint64_t slot_c
   ring->claim_place(Role::writer);
   if (ring->taken_over()) {
     ring->header().sequence.fetch_add(1, std::memory_order_relaxed);  // what is unread has a writer again
-    ring->header().ended.store(0, std::memory_order_release);
     ring->reclaim();
   }
+  if (begins) ring->begin();
   return ring;
 }
 
-std::unique_ptr<Ring> Ring::attach(const std::string& name, Role role, bool writable_payload) {
-  return std::unique_ptr<Ring>(new Ring(Segment::attach(name, writable_payload), role));
+std::unique_ptr<Ring> Ring::attach(const std::string& name, Role role, bool writable_payload, bool set_up) {
+  std::unique_ptr<Ring> ring(new Ring(Segment::attach(name, writable_payload), Role::observer));
+  if (!set_up && !ring->begun()) fail(Fault::not_ready, name + " is being set up");
+  if (role != Role::observer) ring->claim_place(role);
+  return ring;
 }
 
 std::unique_ptr<Ring> Ring::attach_again(Role role) const {

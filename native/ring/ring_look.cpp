@@ -219,11 +219,22 @@ void Ring::set_schema(std::string_view schema) {
   write_board(header().schema, schema);
 }
 
-// --- the end of data ------------------------------------------------------------------------------
+// --- the data -------------------------------------------------------------------------------------
+
+bool Ring::begun() const {
+  if (!begun_ && !closed()) begun_ = header().data.load(std::memory_order_acquire) != Data::none;
+  return begun_;
+}
+
+void Ring::begin() {
+  require_owner();
+  header().data.store(Data::begun, std::memory_order_release);
+  begun_ = true;
+}
 
 bool Ring::ended() const {
   require_open();
-  if (header().ended.load(std::memory_order_acquire) == 0) return false;
+  if (header().data.load(std::memory_order_acquire) != Data::ended) return false;
   for (unsigned index = 0; index < kMaxOwners; ++index) {
     const OwnerRow& owner = row(index);
     if (owner.occupied.load(std::memory_order_acquire) != 0 &&  // SYNC O
@@ -236,7 +247,7 @@ bool Ring::ended() const {
 
 void Ring::end_data() {
   only_serve();
-  header().ended.store(1, std::memory_order_release);
+  header().data.store(Data::ended, std::memory_order_release);
   advance(header().published);  // demands that wait are answered
 }
 

@@ -63,6 +63,10 @@ enum class Kept : std::uint32_t {
   synced = 2,  // and what is published was synced before: it outlives a loss of power
 };
 
+// What a ring's writers have said of its data. Until they begin, the ring is being set up and is nobody's source: where
+// the set-up fails it never was one. One that takes a ring over has it as it was left until it begins itself.
+enum class Data : std::uint32_t { none = 0, begun = 1, ended = 2 };
+
 struct Header {
   std::uint64_t magic;  // these three keep their places in every layout version
   std::uint32_t layout_version;
@@ -77,7 +81,7 @@ struct Header {
   alignas(64) std::atomic<std::uint64_t> sequence;  // advanced by each publication and each take-over
   alignas(64) std::atomic<std::uint64_t> returned;  // how often a claim ended with its delivery still to be done
   std::atomic<std::uint64_t> failures;              // entries ever begun in the log
-  std::atomic<std::uint32_t> ended;  // a writer has said that it writes nothing more; 0 again after a take-over
+  std::atomic<Data> data;
   alignas(64) Board<4 * kMaxPorts> ports;
   alignas(64) Board<kAddressCapacity> addresses;
   alignas(64) Board<kConsumersCapacity> consumers;  // their names and ranks, by the creator

@@ -26,6 +26,30 @@ TEST(a_creator_killed_anywhere_leaves_a_name_that_can_be_created) {
   }
 }
 
+TEST(a_ring_that_is_set_up_is_found_when_it_begins_and_by_those_who_ask_for_it_before) {
+  const NameGuard guard{ring_name("set-up")};
+  const auto ring = Ring::create(guard.name, kSlots, kCapacity, Bytes16{}, {}, Kept::no, false);
+  CHECK(!ring->begun());
+  for (const Role role : {Role::observer, Role::writer, Role::listener, Role::reader})
+    CHECK(refused(Fault::not_ready, [&] { Ring::attach(guard.name, role, false); }));
+  const auto listener = Ring::attach(guard.name, Role::listener, false, true);
+  CHECK(!listener->begun() && ring->owners().size() == 2);
+  ring->begin();
+  CHECK(ring->begun() && listener->begun() && Ring::attach(guard.name, Role::reader, false)->begun());
+  ring->close();
+  CHECK(ring->begun());
+}
+
+TEST(a_writer_that_takes_a_ring_over_takes_its_end_back_when_it_begins) {
+  const NameGuard guard{ring_name("successor")};
+  Ring::create(guard.name, kSlots, kCapacity, Bytes16{})->end_data();
+  const auto seen = Ring::attach(guard.name, Role::observer, false);
+  Ring::create(guard.name, kSlots, kCapacity, Bytes16{}, {}, Kept::no, false);  // its set-up fails
+  CHECK(seen->ended());
+  const auto ring = Ring::create(guard.name, kSlots, kCapacity, Bytes16{});
+  CHECK(ring->taken_over() && !seen->ended());
+}
+
 TEST(a_forked_child_that_lives_on_does_not_keep_its_killed_parent_alive) {
   const NameGuard guard{ring_name("orphan")};
   int alive[2], gate[2];

@@ -130,6 +130,16 @@ def test_reclaim_removes_a_dead_writers_segment(dead_segment: str, capsys: pytes
     assert dead_segment not in _ring.segments()
 
 
+def test_reclaim_removes_the_segment_of_a_rollout_that_was_killed_while_it_was_set_up(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ring = SharedRingBuffer.create(slots=2, slot_bytes=100, name=f"set-up-{os.getpid()}", begins=False)
+    ring.native.close()  # as if it had been killed
+    assert run(["reclaim", ring.name]) == 0
+    assert ring.name in capsys.readouterr().out
+    assert ring.name not in _ring.segments()
+
+
 def test_reclaim_looks_at_the_rings_of_a_run(dead_segment: str, capsys: pytest.CaptureFixture[str]) -> None:
     run_of_it = dead_segment.removeprefix("/transport-")
     for place, found in (("rings:no-such-run-", []), (f"rings:{run_of_it}", [dead_segment])):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -18,7 +19,7 @@ import pytest
 
 from transport import BlockingClient, Schema, SharedRingBuffer, _ring
 from transport.cli import run
-from transport.errors import AuthenticationError
+from transport.errors import AuthenticationError, RingNotFoundError
 from transport.runtime.signals import until_stopped
 
 PATIENCE_S = 60.0
@@ -101,6 +102,28 @@ def test_a_restart_that_fails_keeps_the_unread_payloads_of_the_ring_that_it_took
     assert port in capfd.readouterr().err
     with SharedRingBuffer.create(slots=4, slot_bytes=100, name=killed.name) as successor:
         assert successor.tickets() == [ticket]
+
+
+@pytest.mark.ucx
+def test_a_start_that_fails_shows_no_ring(capfd: pytest.CaptureFixture[str]) -> None:
+    name, over, found = f"/transport-serve-{os.getpid()}", threading.Event(), []
+
+    def look() -> None:
+        while not over.is_set():
+            with contextlib.suppress(RingNotFoundError), SharedRingBuffer.attach(name, role="observer") as ring:
+                found.append(ring.ring_id)
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    with socket.socket() as holder:
+        holder.bind(("0.0.0.0", 0))
+        holder.listen()
+        port = str(holder.getsockname()[1])
+        assert run(["serve", "--name", name, "--slot-bytes", "100", "--ports", port]) == 2
+    over.set()
+    looking.join()
+    assert port in capfd.readouterr().err
+    assert found == []
 
 
 @pytest.mark.ucx

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from claimed import consumed
+from helpers import eventually
 from interrupted_lines import Interrupted
 from packers import Worker
 
@@ -189,6 +190,48 @@ def test_a_cleanup_that_is_interrupted_at_any_line_is_finished_by_the_next_one()
             worker.cleanup_ucxx()
             assert seen.native.ended, at
             assert ring.native.closed and ring.name not in _ring.segments(), at
+
+
+@pytest.mark.parametrize("place", ["host", "given", "directory"])
+@pytest.mark.parametrize("wires", ["mapped", "tcp"])
+def test_a_set_up_that_is_interrupted_at_any_line_was_never_a_rollout(
+    wires: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trainers that have looked meanwhile do not wait for its end."""
+    monkeypatch.setenv("TRANSPORT_WIRES", wires)
+    url = f"rings:set-up-{secrets.token_hex(4)}-" if place != "directory" else f"rings+sqlite:///{tmp_path}/store"
+    at, set_up = 0, False
+    while not set_up:
+        at += 1
+        worker = Worker()
+        with open_rings(url) as rings:
+
+            def meets(rings: FoundRings = rings) -> bool:
+                return rings.take_parts(1, 0.05, consumer="a trainer") == [] and rings.has_met_rings()
+
+            with Interrupted(at, ("transport.packer.rollout", "transport.store.directory"), meets):
+                worker.setup_ucxx(SCHEMA, rings if place == "given" else url, slots=2, mode="thread")
+            set_up = bool(worker.ports)  # behind the last line that may fail
+            assert set_up or not meets(), at
+            if set_up:
+                eventually(meets, "a trainer meets it")
+    worker.cleanup_ucxx()
+
+
+def test_a_set_up_that_fails_leaves_a_ring_that_it_took_over_with_its_end() -> None:
+    name = f"rollout-test-{secrets.token_hex(4)}"
+    with SharedRingBuffer.create(SCHEMA, slots=2, name=name) as ring:
+        ring.write(VALUES)
+        ring.end_data()
+        ring.close(keep_unread=True)
+    with SharedRingBuffer.attach(ring.name, role="observer") as seen:
+        with pytest.raises(UsageError):
+            Worker().setup_ucxx(SCHEMA, slots=2, name=name, mode="thread", server=ServerOptions(ports=(0, 0) * 20))
+        assert seen.native.ended and seen.native.unread == 1
+        worker = Worker()
+        worker.setup_ucxx(SCHEMA, slots=2, name=name, mode="thread")
+        assert not seen.native.ended
+        worker.cleanup_ucxx()
 
 
 def test_a_cleanup_that_cannot_say_the_end_closes_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -568,6 +568,23 @@ def test_attaching_to_nothing_or_to_something_else_is_refused_by_name(ring: Shar
             SharedRingBuffer.attach(name, role="reader")
 
 
+def test_a_ring_is_not_found_before_its_data_begin(name: str) -> None:
+    with SharedRingBuffer.create(slots=2, slot_bytes=10, name=name, begins=False) as ring:
+        for role in ("writer", "reader", "observer"):
+            with pytest.raises(RingNotFoundError):
+                SharedRingBuffer.attach(name, role=role)
+        ring.begin_data()
+        ring.write_raw(b"unread")
+        with SharedRingBuffer.attach(name, role="reader") as reader:
+            assert reader.native.unread == 1
+        ring.close(keep_unread=True)
+    with (
+        SharedRingBuffer.create(slots=2, slot_bytes=10, name=name, begins=False) as again,
+        SharedRingBuffer.attach(name, role="reader") as reader,  # as it was left
+    ):
+        assert again.native.taken_over and reader.native.unread == 1
+
+
 def test_another_schema_is_refused_by_attach(name: str) -> None:
     with SharedRingBuffer.create(STEPS, slots=1, name=name) as ring:
         with pytest.raises(SchemaError, match="same tensors"):

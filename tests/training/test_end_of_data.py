@@ -14,6 +14,7 @@ from helpers import Child, eventually, in_thread
 
 from transport import FoundRings, Rollout, Schema, SharedRingBuffer, Trainer, UCXXServer
 from transport._ring import segments
+from transport.errors import BusyError
 from transport.ring.attachment import remove_dead
 from transport.training.batch import Batch
 
@@ -351,6 +352,31 @@ def test_a_rollout_that_an_exception_ends_says_nothing(monkeypatch: pytest.Monke
     assert len(said) == 1
 
 
+# Is not closed, however its process ends.
+UNCLOSED = """
+import gc, sys
+from transport import Rollout, Schema
+rollout = Rollout(Schema.of(number=("int64",)), sys.argv[1])
+print(rollout.ring.ring_id, flush=True)
+sys.stdin.readline()
+del rollout
+gc.collect()
+"""
+
+
+@both
+def test_a_rollout_that_is_never_closed_says_nothing(url: str) -> None:
+    with Trainer(SCHEMA, url) as trainer:
+        with Child(UNCLOSED, url) as child:
+            ring = child.line()
+            eventually(lambda: trainer.take(1, 0.05) is None and trainer.rings.has_met_rings(), "it is met")
+            end(child)
+            assert child.wait() == 0
+        eventually(lambda: trainer.take(1, 0.05) is None and not trainer.rings.segments_here(), "it is gone")
+        assert not trainer.finished()
+        assert ring[:8] in trainer.why_nothing()
+
+
 @pytest.mark.parametrize("drain_s", [0.0, 0.05])
 def test_a_rollout_that_has_waited_in_vain_is_not_told_to_wait(
     drain_s: float, caplog: pytest.LogCaptureFixture
@@ -460,6 +486,25 @@ def test_a_trainer_elsewhere_follows_a_ring_that_another_writer_takes_over_after
                 eventually(lambda: trainer.take(1, 0.05) is None and trainer.finished(), "it is finished again")
                 second.tell("close")
                 second.wait()
+
+
+def test_a_listener_lets_no_trainer_in_while_its_ring_is_set_up() -> None:
+    with (
+        SharedRingBuffer.create(SCHEMA, slots=2, begins=False) as ring,
+        UCXXServer(ring, mode="thread", addresses=("127.0.0.1",)) as server,
+        Trainer(SCHEMA, f"rings://127.0.0.1:{server.ports[0]}") as trainer,
+    ):
+
+        def is_refused() -> bool:
+            assert trainer.take(1, 0.05) is None
+            faults = trainer.rings._network.reached(0, named=False, met=False).faults
+            return any(isinstance(fault, BusyError) for fault in faults.values())
+
+        eventually(is_refused, "it is refused")
+        assert not trainer.rings.has_met_rings()
+        ring.begin_data()
+        ring.write({"number": 1})
+        assert consume(take(trainer, 1)) == 1
 
 
 @mapped

@@ -121,12 +121,14 @@ class RingsOfHost:
     def _left(self, ring: SharedRingBuffer) -> None:
         """Note how a ring of the run has ended, found by a claim or by a read."""
         if self._rings.pop(ring.ring_id, None) is not None:
+            self._ranked = {}
+            if not ring.native.begun:  # the set-up of a rollout of this process has failed
+                return
             try:
                 gone = Gone.of(ring)
             except ClosedError:  # its writer, in this process, has closed it
                 gone = Gone(ring.name, ring.fingerprint, ring.data_ended)
             self._seen.ends[ring.ring_id] = gone
-            self._ranked = {}
 
     def _attach_all(self, schemas: frozenset[str]) -> None:
         here = self._names()

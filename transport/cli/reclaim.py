@@ -19,7 +19,7 @@ from transport.cli.output import JsonTarget, emit, shown
 from transport.runtime.amounts import count
 
 if TYPE_CHECKING:
-    from transport.ring.buffer import SharedRingBuffer
+    from transport.ring.attachment import Attachment
 
 EXAMPLE = "Example: transport reclaim rings:run-7- --dry-run"
 
@@ -119,13 +119,12 @@ def reclaim(
 def _look(name: str) -> tuple[Segment, int] | None:
     """Return what is known of a segment, and its ring's sequence; None when it has gone meanwhile."""
     from transport.errors import RingError, RingNotFoundError
-    from transport.ring.attachment import file_of
-    from transport.ring.buffer import SharedRingBuffer
+    from transport.ring.attachment import attached, file_of
 
     file = file_of(name)
     try:
         size = (_SHARED_MEMORY / name.lstrip("/")).stat().st_size
-        ring = SharedRingBuffer.attach(name, role="observer")
+        ring = attached(name, "observer")
     except (FileNotFoundError, RingNotFoundError):
         gone = file and not Path(file).exists()
         return (Segment(name=name, bytes=0, file=file, unreadable="its file is gone", dead=True), 0) if gone else None
@@ -136,7 +135,7 @@ def _look(name: str) -> tuple[Segment, int] | None:
         return _described(ring, size), sequence
 
 
-def _described(ring: SharedRingBuffer, size: int) -> Segment:
+def _described(ring: Attachment, size: int) -> Segment:
     free, writing, ready, reading = ring.native.state_counts()
     from transport.server.users import users_of
 
@@ -146,7 +145,7 @@ def _described(ring: SharedRingBuffer, size: int) -> Segment:
     return Segment(
         name=ring.name,
         bytes=size,
-        file=ring.file,
+        file=ring.native.file,
         free=free,
         writing=writing,
         ready=ready,

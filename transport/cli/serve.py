@@ -105,7 +105,7 @@ def serve(
     metrics = configuration.metrics_port if metrics_port is None else metrics_port
     with (
         until_stopped(drain, starting=True) as stopped,
-        SharedRingBuffer.create(layout, slots=slots, slot_bytes=largest, name=name) as ring,
+        SharedRingBuffer.create(layout, slots=slots, slot_bytes=largest, name=name, begins=False) as ring,
         owning_segment(ring.name),
         _unread_kept_by_a_failed_start(ring, stopped),
     ):
@@ -126,6 +126,7 @@ def serve(
             if exporter is not None:
                 exporter.add_ring(ring)
             server.start()
+            ring.begin_data()
             stopped.starting = False
             serving = ServerReady(
                 segment=ring.name,

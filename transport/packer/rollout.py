@@ -143,6 +143,7 @@ class UCXXRolloutMixin(WithBlock):
                 consumers=readers if ring.consumers is None else ring.consumers,
                 file=ring.file,
                 sync=ring.sync,
+                begins=False,
             )
             made.readers_of(None if readers == 1 else readers)
             self._ucxx_server = UCXXServer(
@@ -156,20 +157,24 @@ class UCXXRolloutMixin(WithBlock):
                 mode=mode,
                 log_level=operator.log_level,
                 log_format=operator.log_format,
-            ).start()
+            )
+            self._ucxx_server.start()
             if directory is not None:
                 self._ucxx_announcement = Announcement(directory, made, self._ucxx_server)
+                self._ucxx_announcement.start()
             self._ucxx_exporter = configured_exporter(operator)
             if self._ucxx_exporter is not None:
                 self._ucxx_exporter.add_ring(made)
-            if run is not None:
-                run.hand_out(made)
             if run is not None and ahead is not None:
                 self._ucxx_lead = Lead(run, made, ahead, readers)
             self._ucxx_groups = {}
             self._ucxx_seen = set()
             self._ucxx_named = set()
-            self._ucxx_ring = made
+            if run is not None:
+                run.hand_out(made)
+            # From here on it is a rollout, whose end trainers wait for. Assignments, and the last ones: Python handles
+            # a signal behind calls, so that none comes between these, or before the return.
+            self._ucxx_ring, made.native.begun = made, True
         except BaseException:
             try:
                 self.cleanup_ucxx()

@@ -109,8 +109,11 @@ class Attachment:
 
 
 def attached(name: str, role: Role) -> Attachment:
-    """Attach to a ring without looking at payloads. Raises what `SharedRingBuffer.attach` raises."""
-    attachment = Attachment(attach(name, role))
+    """Attach to a ring without looking at payloads, also to one that is being set up.
+
+    Raises what `SharedRingBuffer.attach` raises.
+    """
+    attachment = Attachment(attach(name, role, set_up=True))
     attachment._forget_with(only_empty=True)
     return attachment
 
@@ -159,13 +162,20 @@ def name_in(file: str, prefix: str) -> str:
 
 
 def create(
-    name: str, slots: int, slot_bytes: int, fingerprint: bytes, *, file: str = "", synced: bool = False
+    name: str,
+    slots: int,
+    slot_bytes: int,
+    fingerprint: bytes,
+    *,
+    file: str = "",
+    synced: bool = False,
+    begins: bool = True,
 ) -> _ring.Ring:
     """Make the segment, or take it over from a dead writer. Raises what `SharedRingBuffer.create` raises."""
     if not name.startswith(_BEGINNING):
         name = f"{_BEGINNING}{name}"
     made: list[_ring.Ring] = []
-    make = functools.partial(_ring.Ring.create, file=file, synced=synced)
+    make = functools.partial(_ring.Ring.create, file=file, synced=synced, begins=begins)
     try:
         # Python handles a signal as soon as a call is over, before its result has a name: by then it has a place here.
         made.extend(itertools.starmap(make, [(name, slots, slot_bytes, fingerprint)]))
@@ -204,9 +214,12 @@ def give_up(native: _ring.Ring | None) -> None:
         leave(native, only_empty=True)
 
 
-def attach(name: str, role: Role) -> _ring.Ring:
-    """Attach to the segment as an owner or observer. Raises what `SharedRingBuffer.attach` raises."""
-    return _ring.Ring.attach(name, ROLES[role], writable_payload=role == "writer")
+def attach(name: str, role: Role, *, set_up: bool = False) -> _ring.Ring:
+    """Attach to the segment as an owner or observer, with ``set_up`` also while it is being set up.
+
+    Raises what `SharedRingBuffer.attach` raises.
+    """
+    return _ring.Ring.attach(name, ROLES[role], writable_payload=role == "writer", set_up=set_up)
 
 
 def _forget(native: _ring.Ring, release: Callable[[], None] | None, *, only_empty: bool) -> None:

@@ -139,6 +139,7 @@ class SharedRingBuffer(Attachment):
         consumers: Sequence[str] | Mapping[str, int] | int | None = None,
         file: str | os.PathLike[str] | None = None,
         sync: Sync = "never",
+        begins: bool = True,
     ) -> Self:
         """Make the ring, or take over the one of a dead writer when ``name`` or ``file`` exists.
 
@@ -157,6 +158,8 @@ class SharedRingBuffer(Attachment):
                 (docs/UCXX.md#a-ring-in-a-file). The file names the ring. Only its user removes it.
             sync: of a file: "never", or "publish": a payload is on disk, and then it can be read; so it outlives a loss
                 of power. `write_many` syncs once for all that it writes at a time.
+            begins: False: nobody finds the ring before `begin_data`, and where what is set up with it fails, no trainer
+                waits for it. One that was taken over is found meanwhile as it was left.
 
         Raises:
             RingBusyError: a living process keeps a ring of this name, or in this file.
@@ -194,7 +197,9 @@ class SharedRingBuffer(Attachment):
         chosen = attachment.random_name(prefix) if given is None else given
         native: _ring.Ring | None = None
         try:
-            native = attachment.create(chosen, slots, slot_bytes, fingerprint, file=path, synced=sync == "publish")
+            native = attachment.create(
+                chosen, slots, slot_bytes, fingerprint, file=path, synced=sync == "publish", begins=begins
+            )
             ring = cls(native, schema, overflow)
             ring._made_here = not path  # what is unread in a file stays in it
             ring._name_consumers(names)
@@ -222,7 +227,7 @@ class SharedRingBuffer(Attachment):
         """Attach to an existing ring. Each process that writes, serves or maps takes one of 16 owner places.
 
         Raises:
-            RingNotFoundError: no such segment on this host, or its writer is still making it.
+            RingNotFoundError: no such segment on this host, or its writer is still setting it up.
             LayoutError: not a ring, another layout version, or another schema than ``schema``.
             NoOwnerError: sixteen living processes are attached already.
             SharedMemoryError: the segment belongs to another user.
@@ -693,7 +698,11 @@ class SharedRingBuffer(Attachment):
         """Discard READY payloads whose deadline has passed (``now`` in Unix seconds); how many."""
         return self._overflowing.discard_expired(time.time() if now is None else now)
 
-    # --- the end ---------------------------------------------------------------------------------------
+    # --- the beginning and the end ---------------------------------------------------------------------
+    def begin_data(self) -> None:
+        """Let trainers and other processes find this ring, made with ``begins=False``."""
+        self.native.begun = True
+
     def end_data(self) -> None:
         """Say that this writer writes nothing more, before it closes. A killed writer says nothing.
 

@@ -180,6 +180,8 @@ class Connection:
     async def _admit(self, hello: frames.Hello, body: bytes) -> None:
         if hello.ring and hello.ring != self._ring.ring_id:
             raise WrongRingError(f"this listener serves ring {self._ring.ring_id[:8]}, not {hello.ring[:8]}")
+        if not self._ring.native.begun:
+            raise BusyError("the ring is being set up")
         if self._listener.refuses_connections:
             raise BusyError("the listener has reached its number of connections, or is shutting down")
         secret = self._listener.secret

@@ -170,16 +170,13 @@ class Directory:
         """Restart the lease of a record; False if the record is gone."""
         return bool(self._store.renew({_PREFIX + ring: version}, self.lease_s))
 
-    def withdraw(self, ring: str, version: int) -> None:
-        """Remove a record, unless it was replaced."""
-        self._store.compare_and_set(_PREFIX + ring, None, version)
+    def withdraw(self, ring: str, version: int | None) -> None:
+        """Remove a record, unless it was replaced. None: whatever is there."""
+        self._store.put_many([Change(_PREFIX + ring, None, version)])
 
 
 class Announcement:
-    """Record of a server, kept published by a thread of its own until `close` withdraws it.
-
-    Raises the store's errors if the first publication fails; later failures are logged and tried again.
-    """
+    """Record of a server, which `start` publishes and a thread keeps so, until `close` withdraws it."""
 
     def __init__(self, directory: Directory, ring: SharedRingBuffer, server: UCXXServer) -> None:
         self._directory = directory
@@ -187,12 +184,17 @@ class Announcement:
         self._ring = ring.ring_id
         self._written = ring
         self._published = self._serving()
-        self._version = directory.publish(self._published)
+        self._version: int | None = None  # of the record; None: it is not known whether there is one
         self._withdrawn = False
         self._ended = Flag()
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._keep, name="transport directory", daemon=True)
+
+    def start(self) -> Self:
+        """Publish the record. Raises the store's errors; where it fails later, that is logged and tried again."""
+        self._version = self._directory.publish(self._published)
         threads.start(self._thread)
+        return self
 
     def __repr__(self) -> str:
         return f"<Announcement of ring {self._ring[:8]}>"
@@ -212,6 +214,7 @@ class Announcement:
                 serving = self._serving()
                 if not serving.ports:  # the server is being closed
                     return
+                assert self._version is not None
                 if serving == self._published and self._directory.renew(self._ring, self._version):
                     continue
                 version = self._directory.publish_again(serving, self._version)
@@ -225,7 +228,8 @@ class Announcement:
         if os.getpid() != self._pid:
             return
         self._ended.set()
-        self._thread.join(_JOIN_S)
+        if self._thread.is_alive():
+            self._thread.join(_JOIN_S)
         if not self._withdrawn:
             try:
                 if self._written.data_ended:  # before it is gone, so that no trainer sees neither
@@ -238,7 +242,7 @@ class Announcement:
             self._withdrawn = True  # last, so that after an interrupt the next call finishes
 
     def __enter__(self) -> Self:
-        return self
+        return self.start()
 
     def __exit__(self, *_: object) -> None:
         self.close()
