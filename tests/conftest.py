@@ -32,7 +32,9 @@ pytest.register_assert_rewrite(
     *("found_rings", "mapped_views", "member_groups", "sameness", "scripted_queue"),
 )
 
-pytest_plugins = ["tiers", "passed"]
+pytest_plugins = ["tiers", "passed", "rewritten"]
+
+gc.disable()  # until the first test: a collection makes much and lets go of little
 
 # A shell without job control starts what ends in & with SIGINT ignored; children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -73,6 +75,7 @@ def warm_up() -> Iterator[None]:
     resource_tracker.ensure_running()  # multiprocessing's helper process and the pipe to it
     gc.collect()
     gc.freeze()  # keeps the searches of the leak check, and of every collection, among what tests make
+    gc.enable()
     yield
     gc.unfreeze()
 

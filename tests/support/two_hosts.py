@@ -7,6 +7,7 @@ other. What they share is the disk, as two hosts with a network file system do; 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import subprocess
 import uuid
@@ -74,6 +75,7 @@ class KeptHost:
         return ["nsenter", "--target", str(self._keeper), "--mount", "--net", *words]
 
 
+@functools.cache
 def why_not() -> str:
     """Why there can be no two hosts here; empty if there can."""
     return refusal("ip", "unshare", "mount", within=[*_OWN_MOUNTS, "sh", "-c", _SHARED_MEMORY])
