@@ -12,16 +12,18 @@ import ctypes
 import os
 import platform
 import re
-from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from transport.errors import ConfigurationError
 from transport.folders import kept
 from transport.runtime.durable import write_whole
 from transport.runtime.installing import install
 from transport.wire.addresses import active_ports
+
+if TYPE_CHECKING:
+    from importlib.metadata import Distribution
 
 CHOICE: Final = "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY"  # the variable of ucxx's loader: which UCX it takes
 PROVIDERS: Final = "apt-get install libibverbs1 ibverbs-providers"
@@ -88,6 +90,8 @@ def provided_devices() -> set[str]:
 
 
 def _installed(name: str) -> Distribution | None:
+    from importlib.metadata import PackageNotFoundError, distribution  # a tenth of every process's start otherwise
+
     try:
         return distribution(name)
     except PackageNotFoundError:
