@@ -112,11 +112,16 @@ bench-full: build/peers/stamp | redis ## up to 25 minutes: every size, wire and 
 # --- checking ---------------------------------------------------------------------------------------------------------
 # What takes minutes and depends on its sources alone, by stamps: in make nightly, and in make test once it has run here.
 BY_SOURCES := native-full model wheel-test
-TEST_PARTS = lint native-test $(filter $(BY_SOURCES),$(notdir $(wildcard build/*))) site pytest
-# Each of them runs whatever the others say.
-test: $(VENV)/installed ## lint, native-test, site and pytest, one after the other; what failed is named at the end
-	@failed=; for part in $(TEST_PARTS); do \
-	  begun=$$SECONDS; $(MAKE) --no-print-directory $$part || failed="$$failed $$part"; took="$$took$$part $$((SECONDS - begun)) s, "; done; \
+TEST_PARTS = native-test $(filter $(BY_SOURCES),$(notdir $(wildcard build/*))) $(ONE_THREAD) pytest
+ONE_THREAD := lint site
+# Each of them runs whatever the others say. Those of one thread begin first, beside the C++ tests, and are heard in their turn.
+test: $(VENV)/installed ## lint, native-test, site and pytest; what failed is named at the end
+	@said=$$(mktemp -d); trap 'kill $$(jobs -p) 2>/dev/null; rm -r $$said' EXIT; declare -A beside; failed=; took=; \
+	for part in $(ONE_THREAD); do $(MAKE) --no-print-directory $$part >$$said/$$part 2>&1 & beside[$$part]=$$!; done; \
+	for part in $(TEST_PARTS); do begun=$$SECONDS; \
+	  if [ "$${beside[$$part]}" ]; then wait $${beside[$$part]}; status=$$?; cat $$said/$$part; \
+	  else $(MAKE) --no-print-directory $$part; status=$$?; fi; \
+	  [ $$status = 0 ] || failed="$$failed $$part"; took="$$took$$part $$((SECONDS - begun)) s, "; done; \
 	  echo "$${took%, }"; [ -z "$$failed" ] || { printf '\033[31m%s\033[0m\n' "failed:$$failed" >&2; exit 1; }
 
 # FRESH=trixie: Debian 13. FRESH_USERS='$$#': as a user without rights, then as root. What was fetched stays in build/debian.
