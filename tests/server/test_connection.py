@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import struct
+import time
 
 import frame_codec
 import msgspec
@@ -204,11 +206,21 @@ async def test_a_first_message_that_is_no_hello_of_this_version_is_refused_by_na
 
 @asynchronous
 async def test_a_client_that_says_nothing_is_closed(ring: SharedRingBuffer) -> None:
-    async with Stage(ring, handshake_timeout_s=0.01) as stage:
+    async with Stage(ring, handshake_timeout_s=0.3) as stage:  # it is seen before that
         peer = await stage.peer()
         await peer.task
         assert peer.closed
         assert not stage.listener._connections
+
+
+@pytest.mark.slow
+@asynchronous
+async def test_a_client_is_not_closed_for_time_in_which_the_listener_did_not_look(ring: SharedRingBuffer) -> None:
+    async with Stage(ring, handshake_timeout_s=1.0) as stage:
+        peer = await stage.peer()
+        time.sleep(1.5)  # noqa: ASYNC251 - both are away
+        await asyncio.sleep(0.1)  # a timer that was due has fired
+        assert (await peer.greet()).code == 0
 
 
 @asynchronous

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import time
 from collections.abc import AsyncIterator, Callable
 
 import pytest
@@ -142,6 +143,22 @@ def test_a_feed_that_closes_ends_the_connections_that_it_has_just_accepted(run: 
             each.close()
 
     run(closing())
+
+
+@pytest.mark.slow
+@asynchronous
+async def test_a_parent_is_not_lost_for_time_in_which_the_child_did_not_look() -> None:
+    feed = Feed(lambda _: None, stall_s=1.0)
+    await feed.open("127.0.0.1")
+    upstream = await Upstream.connect("parent", "127.0.0.1", feed.port, feed.token, "child", stall_s=1.0)
+    try:
+        time.sleep(1.5)  # noqa: ASYNC251 - both are away
+        await asyncio.sleep(0.1)  # a timer that was due has fired
+        await feed.tell(Start(1, ()), ["child"])
+        assert await upstream.next() == Start(1, ())
+    finally:
+        upstream.close()
+        await feed.close()
 
 
 @asynchronous

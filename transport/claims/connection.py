@@ -67,7 +67,7 @@ from transport.ring.consumers import consumers_of, rank_of
 from transport.runtime import hurry
 from transport.runtime.amounts import count
 from transport.runtime.logs import LoggedErrors
-from transport.runtime.timeouts import Questions
+from transport.runtime.timeouts import Limit, Questions
 from transport.runtime.waits import Waits
 from transport.schema import Schema
 from transport.settings import Settings
@@ -431,7 +431,7 @@ class ClaimConnection:
     async def _outcome(self, future: asyncio.Future[Any], limit_s: float) -> Any:
         """Return the future's outcome, of a request for payloads. If it does not come in time, the connection ends."""
         try:
-            async with asyncio.timeout(limit_s):
+            async with Limit(limit_s):
                 return await future
         except TimeoutError as error:
             self.abort()

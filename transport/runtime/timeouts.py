@@ -1,4 +1,8 @@
-"""Deadlines that share one timer of the loop, because a timer for each request is slow."""
+"""Deadlines that share one timer of the loop, because a timer for each request is slow; and limits of silence.
+
+What is late has been silent while somebody listened. After a loop was away (another thread held the GIL, or the process
+was stopped) its timers fire before it looks at what has come meanwhile, so that neither counts that time.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,11 @@ import itertools
 import time
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Any, Generic, TypeVar
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+_PARTS = 8  # of a limit: however long the loop is away, it counts as one of them
+_AWAY_S = 0.1  # a timer that is later has been away, and looks for as long before it gives up
 
 W = TypeVar("W", bound=Hashable)
 
@@ -20,8 +28,9 @@ class Timeouts(Generic[W]):
         self._loop = asyncio.get_running_loop()
         self._due: dict[W, float] = {}
         self._timer: asyncio.TimerHandle | None = None
-        # Invariant: the timer fires at or before the earliest moment in _due.
+        # Invariant: the timer fires at or before the earliest moment in _due, or looks once more.
         self._timer_at = float("inf")
+        self._looking = False
 
     def __repr__(self) -> str:
         return f"<Timeouts {len(self._due)} waiting>"
@@ -46,6 +55,10 @@ class Timeouts(Generic[W]):
 
     def _ring(self) -> None:
         now = time.monotonic()
+        self._looking = not self._looking and now - self._timer_at > _AWAY_S
+        if self._looking:
+            self._arm(now + _AWAY_S)
+            return
         over = [waiting for waiting, at in self._due.items() if at <= now]
         for waiting in over:
             del self._due[waiting]
@@ -58,6 +71,47 @@ class Timeouts(Generic[W]):
         """Cancel the timer and forget all."""
         self._due.clear()
         self._arm(float("inf"))
+
+
+class Limit:
+    """A time limit as that of `asyncio.timeout`, of the time since `restart` in which the loop has looked."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._part_s = limit_s / _PARTS
+        self._scope = asyncio.timeout(None)
+
+    async def __aenter__(self) -> Self:
+        await self._scope.__aenter__()
+        self._loop = asyncio.get_running_loop()
+        self._begin()
+        return self
+
+    def _begin(self) -> None:
+        self._left = _PARTS
+        self._wait()
+
+    def restart(self) -> None:
+        """Begin anew: the peer has been heard."""
+        self._timer.cancel()
+        self._scope.reschedule(None)  # it may be about to end
+        self._begin()
+
+    def _wait(self) -> None:
+        self._timer = self._loop.call_later(self._part_s, self._passed, self._loop.time() + self._part_s)
+
+    def _passed(self, due: float) -> None:
+        self._left -= 1
+        away = self._loop.time() - due > self._part_s
+        if self._left > 0 or (away and self._left > -_PARTS):
+            self._wait()
+        else:
+            self._scope.reschedule(self._loop.time())
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._timer.cancel()
+        await self._scope.__aexit__(kind, error, trace)
 
 
 class Questions(Timeouts[int]):

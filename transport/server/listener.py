@@ -40,6 +40,7 @@ from transport.ring.attachment import Attachment
 from transport.runtime.amounts import count
 from transport.runtime.error_text import reportable
 from transport.runtime.logs import LoggedErrors, LogLimit
+from transport.runtime.timeouts import Limit
 from transport.settings import DEFAULTS, Settings
 from transport.wire import authentication, frames
 from transport.wire.addresses import is_ipv6
@@ -103,7 +104,7 @@ class Connection:
     async def serve(self) -> None:
         """Run until the connection ends. Errors end this connection only."""
         try:
-            async with asyncio.timeout(self._listener.settings.handshake_timeout_s):
+            async with Limit(self._listener.settings.handshake_timeout_s):
                 native = await self._handshake()
             self._raise_unless_gone(await self._ended, native.reason)
         except TimeoutError:

@@ -13,6 +13,7 @@ import contextlib
 import time
 
 from transport.errors import UnreachableError
+from transport.runtime.timeouts import Limit
 from transport.wire.addresses import host_port
 from transport.wire.library import connects_by_tcp
 
@@ -28,7 +29,7 @@ async def probe(address: str, port: int, timeout_s: float) -> None:
     knocking = Probe()
     transport = None
     try:
-        async with asyncio.timeout(timeout_s):
+        async with Limit(timeout_s):
             transport, _ = await asyncio.get_running_loop().create_connection(lambda: knocking, address, port)
         own, other = (transport.get_extra_info(name) for name in ("sockname", "peername"))
         if own == other:

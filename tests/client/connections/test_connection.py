@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import msgspec
@@ -85,6 +86,22 @@ async def test_a_handshake_that_comes_in_pieces_is_understood() -> None:
         opening, side, _ = await heard(listener)
         for byte in wire.encode_handshake(welcome()):
             await side.feed(bytes((byte,)))
+        assert (await opening).ring == RING
+
+
+@pytest.mark.ucx
+@pytest.mark.slow
+@asynchronous
+async def test_a_listener_has_its_time_for_each_thing_that_it_says_however_long_this_side_was_away() -> None:
+    impatient = settings_with(connect_timeout_s=0.75, handshake_timeout_s=0.75)
+    async with ScriptedListener() as listener:
+        opening, side, hello = await heard(listener, secret=b"secret", settings=impatient)
+        time.sleep(2)  # noqa: ASYNC251 - the loop is away
+        challenge = wire.encode_handshake(Challenge(NONCE, proven(b"secret", "listener", hello, NONCE)))
+        for message in (challenge, wire.encode_handshake(welcome())):
+            for piece in (message[: wire.PREFIX_BYTES], message[wire.PREFIX_BYTES :]):
+                await side.feed(piece)
+                await asyncio.wait([opening], timeout=0.6)
         assert (await opening).ring == RING
 
 

@@ -28,6 +28,7 @@ from transport.errors import (
     VersionMismatchError,
     WrongRingError,
 )
+from transport.runtime.timeouts import Limit
 from transport.settings import Settings
 from transport.ticket import Ticket
 from transport.wire import authentication, frames
@@ -127,7 +128,7 @@ class Link:
         settings: Settings,
         limit_s: float | None = None,
     ) -> Link:
-        """Connect and shake hands within ``limit_s``, or the settings' limits.
+        """Connect and shake hands. Each thing that the listener says comes within ``limit_s``, or the settings' limits.
 
         Raises:
             LinkError kinds: unreachable, or disconnected.
@@ -135,10 +136,10 @@ class Link:
         """
         endpoint: Endpoint | None = None
         try:
-            async with asyncio.timeout(limit_s or settings.connect_timeout_s + settings.handshake_timeout_s):
+            async with Limit(limit_s or settings.connect_timeout_s + settings.handshake_timeout_s) as limit:
                 endpoint = await worker.connect(host, port)
                 await endpoint.joined()
-                welcome = await _shake_hands(endpoint, ring, tag_base, secret, settings.claim_lease_s)
+                welcome = await _shake_hands(endpoint, ring, tag_base, secret, settings.claim_lease_s, limit)
             worker.keep_new_sockets()
             return cls(endpoint, (host, port), tag_base, welcome)
         except BaseException as error:
@@ -269,7 +270,7 @@ def _look_at(future: asyncio.Future[int]) -> None:
 
 
 async def _shake_hands(
-    endpoint: Endpoint, ring: str, tag_base: int, secret: bytes | None, lease_s: float
+    endpoint: Endpoint, ring: str, tag_base: int, secret: bytes | None, lease_s: float, limit: Limit
 ) -> frames.Welcome:
     hello = frames.Hello(
         ring=ring,
@@ -279,7 +280,7 @@ async def _shake_hands(
     )
     said = frames.encode_handshake(hello)
     endpoint.send_stream(said).add_done_callback(_look_at)
-    kind, body = await _receive(endpoint)
+    kind, body = await _receive(endpoint, limit)
     if kind is Kind.CHALLENGE:
         challenge = frames.decode_handshake(frames.Challenge, body)
         if secret is None:
@@ -288,7 +289,7 @@ async def _shake_hands(
             )
         proof = _answered(endpoint.name, challenge, secret, nonce, said[frames.PREFIX_BYTES :])
         endpoint.send_stream(frames.encode_handshake(proof)).add_done_callback(_look_at)
-        kind, body = await _receive(endpoint)
+        kind, body = await _receive(endpoint, limit)
     elif secret is not None and kind is Kind.WELCOME and not frames.decode_handshake(frames.Welcome, body).code:
         raise AuthenticationError(f"{endpoint.name} has no shared secret, this client has one; set the same secret")
     if kind is not Kind.WELCOME:
@@ -312,9 +313,10 @@ def _answered(name: str, challenge: frames.Challenge, secret: bytes, nonce: byte
     return frames.Proof(authentication.proof(secret, "client", nonce, challenge.nonce, hello))
 
 
-async def _receive(endpoint: Endpoint) -> tuple[Kind, bytes]:
+async def _receive(endpoint: Endpoint, limit: Limit) -> tuple[Kind, bytes]:
     prefix = bytearray(frames.PREFIX_BYTES)
     await endpoint.receive_stream(prefix)
+    limit.restart()
     try:
         kind, length = frames.decode_prefix(prefix)
     except VersionMismatchError as error:
@@ -322,4 +324,5 @@ async def _receive(endpoint: Endpoint) -> tuple[Kind, bytes]:
     body = bytearray(length)
     if length:
         await endpoint.receive_stream(body)
+        limit.restart()
     return kind, bytes(body)

@@ -320,7 +320,7 @@ class Links:
             with promised(OF_A_CONNECTION, f"a connection to {host_port(*port)}"):
                 began = time.monotonic()
                 await probe(address, port[1], settings.connect_timeout_s)
-                left_s = settings.connect_timeout_s + settings.handshake_timeout_s - (time.monotonic() - began)
+                left_s = settings.handshake_timeout_s + max(0, settings.connect_timeout_s - time.monotonic() + began)
                 try:
                     return await Link.open(
                         worker, *port, ring=ring, tag_base=base, secret=self._secret, settings=settings, limit_s=left_s

@@ -21,6 +21,7 @@ from typing import Any
 from transport.errors import ParentLostError, ProtocolError, TransportError
 from transport.runtime.error_text import error_text
 from transport.runtime.logs import LoggedErrors
+from transport.runtime.timeouts import Limit
 from transport.weights.transfer.messages import (
     MAX_FRAME_BYTES,
     Alive,
@@ -135,7 +136,7 @@ class Feed:
         name = None
         try:
             with contextlib.suppress(OSError, EOFError, TimeoutError, TransportError):
-                async with asyncio.timeout(_HELLO_S):
+                async with Limit(_HELLO_S):
                     hello, _ = await _next(reader, _HELLO_S, _MOST_HELLO)
                 self._strangers.discard(writer)
                 try:
@@ -196,7 +197,7 @@ class Feed:
         while True:
             before = self._sent(name, writer)
             try:
-                async with asyncio.timeout(self._stall_s):
+                async with Limit(self._stall_s):
                     await writer.drain()
             except TimeoutError:
                 if self._sent(name, writer) > before:
@@ -352,7 +353,7 @@ async def _next(reader: asyncio.StreamReader, stall_s: float, most: int = MAX_FR
 async def _exactly(reader: asyncio.StreamReader, size: int, stall_s: float) -> bytes:
     data = bytearray()
     while len(data) < size:
-        async with asyncio.timeout(stall_s):
+        async with Limit(stall_s):
             piece = await reader.read(size - len(data))
         if not piece:
             raise EOFError
