@@ -26,9 +26,12 @@ IMPATIENT = settings_with(
 # Its first payload stops it as soon as the first byte is there.
 READER = f"""
 import asyncio, os, signal, sys, threading
-import numpy as np, uvloop
+from patience import settings
+import msgspec, numpy as np, uvloop
 from transport import Ticket, UCXXClient
 from transport.errors import TransportError
+# a slow host may lose some before the first byte, to the listener's impatience
+patient = msgspec.structs.replace(settings.DEFAULTS, attempts_per_read=9)
 out = np.zeros(int(sys.argv[1]), np.uint8)
 def stop():
     while not out[0]:
@@ -36,7 +39,7 @@ def stop():
     os.kill(os.getpid(), signal.SIGSTOP)
 async def main():
     threading.Thread(target=stop, daemon=True).start()
-    async with UCXXClient(wire={{"tcp"}}, ack="manual") as client:
+    async with UCXXClient(wire={{"tcp"}}, ack="manual", settings=patient) as client:
         print("ready", flush=True)
         while line := await asyncio.to_thread(sys.stdin.readline):
             try:
