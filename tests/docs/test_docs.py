@@ -24,7 +24,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))  # pytest 
 
 from doc_pages import PAGES, ROOT
 
-from transport import config, wires
+from transport import _ring, config, ticket, wires
 
 TORCH = pytest.mark.adapters("torch"), pytest.mark.timeout(400)
 EXAMPLES = [
@@ -122,6 +122,12 @@ def section(title: str) -> str:
 def test_the_wires_admit_the_transports_of_the_code() -> None:
     admitted = {row[0].strip("`"): tuple(row[2].split(", ")) for row in rows(section("Wires"))}
     assert {name: admitted[name] for name in wires._TRANSPORTS} == wires._TRANSPORTS
+
+
+def test_the_versions_that_upgrades_compare_are_those_of_the_code() -> None:
+    text = " ".join(section("Rolling upgrades").split())
+    found = re.search(r"wire and ticket, now (\d+) and (\d+) .* layout, now (\d+),", text)
+    assert found and tuple(map(int, found.groups())) == (_ring.WIRE_VERSION, ticket.VERSION, _ring.LAYOUT_VERSION)
 
 
 # --- writing the generated part -----------------------------------------------------------------------
