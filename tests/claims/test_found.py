@@ -7,6 +7,7 @@ import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -268,6 +269,24 @@ def test_notices_of_one_host_are_seen_by_all_and_end_with_the_announcer(prefix: 
             assert announcer.announce("policy", 10, b"bytes")
         assert not OnThisHost(f"notices-{prefix}").segments()
         assert reader.latest("policy") is None
+
+
+def test_a_notice_is_announced_though_the_other_announcer_goes_at_that_moment(
+    prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_rings(f"rings:{prefix}") as first, open_rings(f"rings:{prefix}") as second:
+        assert first.announce("policy", 1)
+
+        def attach(name: str, *, role: Literal["writer", "observer"]) -> SharedRingBuffer:
+            first.close()
+            return real(name, role=role)
+
+        real = SharedRingBuffer.attach
+        monkeypatch.setattr(SharedRingBuffer, "attach", attach)
+        assert second.announce("policy", 2, b"second")
+        monkeypatch.undo()
+        notice = second.latest("policy")
+        assert notice is not None and notice.payload == b"second"
 
 
 def test_a_notice_of_one_host_ends_with_a_killed_announcer(prefix: str) -> None:

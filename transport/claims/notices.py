@@ -23,6 +23,7 @@ from transport.errors import (
     PayloadTooLargeError,
     RingBusyError,
     RingError,
+    RingNotFoundError,
     UsageError,
 )
 from transport.ring.attachment import belongs, remove_dead, remove_if_dead
@@ -195,13 +196,15 @@ class RingNotices:
 
     @staticmethod
     def _made(name: str) -> SharedRingBuffer:
-        remove_if_dead(name)
-        try:
-            return SharedRingBuffer.create(slots=_SLOTS, slot_bytes=_MOST_BYTES, name=name, overflow="overwrite")
-        except RingBusyError:  # another process announces on this topic
-            ring = SharedRingBuffer.attach(name, role="writer")
-            ring.overflow = "overwrite"
-            return ring
+        while True:
+            remove_if_dead(name)
+            try:
+                return SharedRingBuffer.create(slots=_SLOTS, slot_bytes=_MOST_BYTES, name=name, overflow="overwrite")
+            except RingBusyError:  # another process announces on this topic
+                with contextlib.suppress(RingNotFoundError):  # it went meanwhile, or is still making the ring
+                    ring = SharedRingBuffer.attach(name, role="writer")
+                    ring.overflow = "overwrite"
+                    return ring
 
     def latest(self, topic: str, newer_than: int | None, timeout_s: float, closed: Flag) -> Notice | None:
         """Look, and wait for the next one."""
