@@ -254,6 +254,11 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             )
         return data
 
+    def check_copy(self, **changed: Any) -> None:
+        """TicketError unless one with these fields can be encoded, whatever its slot, generation and key are."""
+        last = _SLOT_LIMIT - 1
+        msgspec.structs.replace(self, slot=last, generation=last, key=_U64_LIMIT - 1, **changed).encode()
+
     @staticmethod
     def head_of(place: tuple[str, str, str, tuple[str, ...], tuple[int, ...]]) -> bytes:
         """Return the beginning of `encode` for every ticket with this ring, segment, host, addresses and ports."""

@@ -1027,17 +1027,16 @@ def test_a_forked_process_takes_snapshots_of_its_own(prefix: str, place: Path) -
         assert child.wait() == 0
 
 
+def longest(ring: SharedRingBuffer) -> Ticket:
+    """Write a payload with names that are as long as a ticket has room for."""
+    for length in range(60, 0, -1):
+        given = {f"t{number:02}{'n' * length}": np.zeros(1, np.uint8) for number in range(16)}
+        with contextlib.suppress(TicketError):
+            return ring.write(given, metadata={"text": "x" * 900})
+    raise AssertionError
+
+
 def test_a_payload_with_the_longest_ticket_is_restored(prefix: str, place: Path) -> None:
-    long: dict[str, Any] = {"text": "x" * 900}
-    given = {f"t{number:02}": np.zeros(1, np.uint8) for number in range(16)}
-
-    def longest(ring: SharedRingBuffer) -> Ticket:
-        """With names that are as long as a ticket has room for."""
-        for length in range(60, 0, -1):
-            with contextlib.suppress(TicketError):
-                return ring.write({f"{name}{'n' * length}": each for name, each in given.items()}, metadata=long)
-        raise AssertionError
-
     with SharedRingBuffer.create(slots=2, slot_bytes=4096, prefix=prefix) as ring:
         ticket = longest(ring)
         assert len(ticket.encode()) > MAX_ENCODED_BYTES - 20
@@ -1045,6 +1044,19 @@ def test_a_payload_with_the_longest_ticket_is_restored(prefix: str, place: Path)
     with SharedRingBuffer.create(slots=2, slot_bytes=4096, prefix=prefix) as ring:
         [back] = restore(str(place), 1, ring).tickets
         assert back.origin == ticket.identity and len(claim_each(ring, 1)) == 1
+
+
+def test_a_ring_whose_name_leaves_a_ticket_too_little_room_is_refused_before_anything_is_written(
+    prefix: str, place: Path
+) -> None:
+    with SharedRingBuffer.create(slots=2, slot_bytes=4096, prefix=prefix) as ring:
+        ring.write({"a": np.zeros(1, np.uint8)})
+        longest(ring)
+        saved_of(ring, place)
+    with SharedRingBuffer.create(slots=2, slot_bytes=4096, prefix=f"{prefix}{'l' * 180}") as ring:
+        with pytest.raises(TicketError):
+            restore(str(place), 1, ring)
+        assert ring.unread() == []
 
 
 def test_a_record_of_another_trainer_is_asked_as_well(ring: SharedRingBuffer, prefix: str, place: Path) -> None:

@@ -37,7 +37,7 @@ from transport.errors import (
 from transport.ring import attachment
 from transport.ring.attachment import Attachment
 from transport.ring.consumers import Consumers, consumers_of, consumers_text, rank_of, ranks_of
-from transport.ring.leases import ReadLease, WriteLease, ordered_lengths
+from transport.ring.leases import ReadLease, WriteLease, addresses_of, ordered_lengths
 from transport.ring.overflow import Overflow, Overflowing
 from transport.ring.packing import describe, describe_exact, flat, pack_into
 from transport.ring.states import RingStatistics, statistics_of
@@ -45,7 +45,7 @@ from transport.ring.writes import PlannedWrite, Terms, Tickets, metadata_of, ter
 from transport.runtime.arguments import waiting
 from transport.runtime.descriptors import OF_A_RING, promised
 from transport.schema import NOTHING, Schema
-from transport.ticket import NO_SCHEMA, Identity, Ticket
+from transport.ticket import NO_SCHEMA, Identity, Ticket, host_identity
 
 log = logging.getLogger(__name__)
 
@@ -433,18 +433,49 @@ class SharedRingBuffer(Attachment):
         Raises:
             SchemaError: the ticket does not fit the schema, or this ring has another one.
             UsageError: this ring's payloads are for another number of ranks.
+            TicketError: the ticket that it would get here is too large.
             PayloadTooLargeError, RingFullError: as `write`.
         """
-        known = None if ticket.bare else ticket.schema or self.schema or schema
-        ticket.layout(known)
-        if not ticket.bare and self.fingerprint.hex() not in (NO_SCHEMA, ticket.schema_fingerprint):
-            raise SchemaError(f"payload {ticket.name} has another schema than ring {self.ring_id[:8]}")
-        terms = terms_of(self.readers_of(ticket.readers), None, policy_version, deadline=ticket.deadline)
+        known, terms = self._copied(ticket, schema, metadata, policy_version)
         with self._reserve(known, ticket.lengths, metadata, terms, timeout_s) as lease:
             _ring.copy(lease.memory, data)
             lease.checksum = ticket.checksum
         self._originals.add(ticket.origin)
         return lease.ticket
+
+    def check_copy(
+        self, ticket: Ticket, schema: Schema | None = None, *, metadata: Mapping[str, Any] | None = None
+    ) -> None:
+        """Refuse what `write_copy` refuses, whichever slot it would get."""
+        self._copied(ticket, schema, metadata, None)
+
+    def _copied(
+        self, ticket: Ticket, schema: Schema | None, metadata: Mapping[str, Any] | None, policy_version: int | None
+    ) -> tuple[Schema | None, Terms]:
+        """Return the schema and the terms of a copy, which is one that this ring can hold."""
+        known = None if ticket.bare else ticket.schema or self.schema or schema
+        ticket.layout(known)
+        if not ticket.bare and self.fingerprint.hex() not in (NO_SCHEMA, ticket.schema_fingerprint):
+            raise SchemaError(f"payload {ticket.name} has another schema than ring {self.ring_id[:8]}")
+        terms = terms_of(self.readers_of(ticket.readers), None, policy_version, deadline=ticket.deadline)
+        self._check_size(ticket.size)
+        ticket.check_copy(
+            ring=self.ring_id,
+            segment=self.name,
+            host=host_identity(),
+            addresses=addresses_of(self.native.addresses),
+            ports=self.native.ports(),
+            schema=known if self.schema is None else None,
+            metadata=dict(metadata or {}),
+        )
+        return known, terms
+
+    def _check_size(self, size: int) -> None:
+        if size > self.slot_capacity:
+            raise PayloadTooLargeError(
+                f"a payload of {size} bytes does not fit a slot of {self.slot_capacity}: "
+                "make the ring with a larger slot_bytes"
+            )
 
     def originals(self) -> set[Identity]:
         """`Ticket.origin` of all that `write_copy` of this object has written, and of what is unread."""
@@ -522,11 +553,7 @@ class SharedRingBuffer(Attachment):
             ) from error
         wait_s = waiting(timeout_s, "timeout_s")
         layout = NOTHING if schema is None else schema.layout(lengths)
-        if layout.total > self.slot_capacity:
-            raise PayloadTooLargeError(
-                f"a payload of {layout.total} bytes does not fit a slot of {self.slot_capacity}: "
-                "make the ring with a larger slot_bytes"
-            )
+        self._check_size(layout.total)
         self._overflowing.may_expire |= terms.expire
         loan = self._overflowing.take(wait_s)
         try:  # nothing in between, where an interrupt could come

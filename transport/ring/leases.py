@@ -40,7 +40,8 @@ def ordered_lengths(schema: Schema, named: Mapping[str, int | None]) -> tuple[in
 
 
 @functools.lru_cache(maxsize=16)  # the same at every write, unless a server starts
-def _addresses(text: str) -> tuple[str, ...]:
+def addresses_of(text: str) -> tuple[str, ...]:
+    """Return the addresses that a ring's header has."""
     return tuple(filter(None, text.split(",")))
 
 
@@ -147,7 +148,7 @@ class WriteLease(_Lease):
                 ring=ring.ring_id,
                 segment=ring.name,
                 host=host_identity(),
-                addresses=_addresses(ring.native.addresses),
+                addresses=addresses_of(ring.native.addresses),
                 ports=ring.native.ports(),
                 slot=loan.slot,
                 generation=loan.generation,

@@ -20,7 +20,6 @@ from transport.cooldown.verify import RefusedUpload, check_size, checked_block, 
 from transport.errors import (
     CheckpointDamagedError,
     NoCheckpointError,
-    PayloadTooLargeError,
     RingError,
     RingFullError,
     SchemaError,
@@ -37,7 +36,7 @@ from transport.server.users import end_lingering, users_of
 from transport.snapshots import manifest as manifests
 from transport.snapshots.listing import complete, listed, run_of
 from transport.snapshots.manifest import Manifest, RingPart
-from transport.ticket import NO_SCHEMA, ORIGIN, Ticket
+from transport.ticket import NO_SCHEMA, ORIGIN, Metadata, Ticket
 
 if TYPE_CHECKING:
     from transport.packer.rollout import UCXXRolloutMixin
@@ -258,7 +257,7 @@ class Saved:
                 'more slots, or with overflow="block"'
             )
         for each, _ in mine:
-            self._check(each, ring)
+            ring.check_copy(each.ticket, self.schema_of(each), metadata=_metadata_of(each))
         self.verify([each for each, _ in mine], progress)
         tickets = self._written(mine, ring, timeout_s)
         size = sum(ticket.size for ticket in tickets)
@@ -279,17 +278,6 @@ class Saved:
                         _refuse(seen, ring)
                     remove_if_dead(ring.segment, only_empty=not left)  # a next writer would go on with its generations
 
-    def _check(self, payload: SavedPayload, ring: SharedRingBuffer) -> None:
-        """Refuse before anything is written what `write_copy` would refuse."""
-        ticket = payload.ticket
-        ticket.layout(ticket.schema or ring.schema or self.schema_of(payload))
-        if ticket.size > ring.slot_capacity:
-            raise PayloadTooLargeError(
-                f"payload {ticket.name} of {ticket.size} bytes does not fit a slot of {ring.slot_capacity}: make the "
-                "ring with a larger slot_bytes"
-            )
-        ring.readers_of(ticket.readers)
-
     def _written(
         self, payloads: Sequence[tuple[SavedPayload, tuple[int, ...]]], ring: SharedRingBuffer, timeout_s: float | None
     ) -> list[Ticket]:
@@ -297,14 +285,13 @@ class Saved:
         give_up = None if timeout_s is None else time.monotonic() + timeout_s
         written: list[Ticket] = []
         for payload, due in payloads:
-            origin = "/".join(map(str, payload.ticket.origin))
             data = self.data(payload)
             try:
                 ticket = ring.write_copy(
                     payload.ticket,
                     data,
                     self.schema_of(payload),
-                    metadata={**payload.ticket.metadata, ORIGIN: origin},
+                    metadata=_metadata_of(payload),
                     policy_version=payload.policy_version,
                     timeout_s=None if give_up is None else max(give_up - time.monotonic(), 0.0),
                 )
@@ -317,6 +304,10 @@ class Saved:
             for rank in set(range(ticket.readers)) - set(due):
                 ring.acknowledge(ticket, rank)
         return written
+
+
+def _metadata_of(payload: SavedPayload) -> Metadata:
+    return {**payload.ticket.metadata, ORIGIN: "/".join(map(str, payload.ticket.origin))}
 
 
 def _refuse(ring: SharedRingBuffer, part: RingPart) -> None:
@@ -371,6 +362,7 @@ def restore(
     Raises:
         NoCheckpointError, CheckpointDamagedError, DestinationError, UsageError: as `Saved`; nothing was written.
         SchemaError, PayloadTooLargeError: the ring is not one for these payloads; nothing was written.
+        TicketError: its name and addresses leave too little room for a ticket; nothing was written.
         SnapshotError: a ring of the snapshot is still on this host; nothing was written.
         RingFullError: not all found a slot in time; ``written`` has the tickets of those that did.
     """
