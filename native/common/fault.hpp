@@ -26,7 +26,7 @@ inline constexpr std::array<std::string_view, 56> kPoints{
     "create.initialised",    // complete, no owner
     "create.found",          // a file of this name is open, not yet locked
     "file.checked",          // some slots of a file are checked, its dead owners still there
-    "file.entered",          // the name leads to the file, no owner
+    "file.entered",          // the name leads to the file, whose writer has its place
     "attach.found",          // mapped, no owner number
     "attach.locked",         // owner byte locked, leftovers of the previous owner still there
     "attach.claimed",        // owner number taken

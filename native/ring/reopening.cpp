@@ -91,7 +91,8 @@ bool Ring::whole(std::uint64_t slot, std::uint32_t generation) const {
 // By the keeper. Where an owner lives, the host has not gone, and the pages are as the processes left them.
 void Ring::reopen() {
   if (!try_lock(fd(), kOwnerByte, off_t{kMaxOwners})) return;
-  segment_.forget_names();  // nobody attaches before it is checked
+  header().data.store(Data::none, std::memory_order_release);  // from here on nobody finds it before it begins
+  segment_.forget_names();
   check_slots();
   FAULT_POINT("file.checked");
   for (unsigned owner = 0; owner < kMaxOwners; ++owner) {

@@ -20,20 +20,20 @@ std::unique_ptr<Ring> Ring::create(const std::string& name, std::uint64_t slot_c
   Segment segment = Segment::create(name, slot_count, slot_capacity, fingerprint, file, kept);
   std::unique_ptr<Ring> ring(new Ring(std::move(segment), Role::observer));
   ring->keeper_ = true;
-  if (!file.empty()) {
-    try {
-      if (ring->taken_over()) ring->reopen();
-      ring->segment_.enter();
-    } catch (...) {
-      if (!ring->taken_over()) ::unlink(file.c_str());
-      throw;
+  try {
+    if (ring->taken_over() && !file.empty()) ring->reopen();
+    ring->claim_place(Role::writer);
+    if (ring->taken_over()) {
+      ring->header().sequence.fetch_add(1, std::memory_order_relaxed);  // what is unread has a writer again
+      ring->reclaim();
     }
-    FAULT_POINT("file.entered");
-  }
-  ring->claim_place(Role::writer);
-  if (ring->taken_over()) {
-    ring->header().sequence.fetch_add(1, std::memory_order_relaxed);  // what is unread has a writer again
-    ring->reclaim();
+    if (!file.empty()) {
+      ring->segment_.enter();  // last: who finds the ring finds its writer
+      FAULT_POINT("file.entered");
+    }
+  } catch (...) {
+    if (!file.empty() && !ring->taken_over()) ::unlink(file.c_str());
+    throw;
   }
   if (begins) ring->begin();
   return ring;
@@ -41,8 +41,14 @@ std::unique_ptr<Ring> Ring::create(const std::string& name, std::uint64_t slot_c
 
 std::unique_ptr<Ring> Ring::attach(const std::string& name, Role role, bool writable_payload, bool set_up) {
   std::unique_ptr<Ring> ring(new Ring(Segment::attach(name, writable_payload), Role::observer));
-  if (!set_up && !ring->begun()) fail(Fault::not_ready, name + " is being set up");
-  if (role != Role::observer) ring->claim_place(role);
+  const auto find = [&] {
+    ring->begun_ = ring->header().data.load(std::memory_order_acquire) != Data::none;
+    if (!set_up && !ring->begun_) fail(Fault::not_ready, name + " is being set up");
+  };
+  find();
+  if (role == Role::observer) return ring;
+  ring->claim_place(role);
+  find();  // its file may have been opened again before this had a place
   return ring;
 }
 
@@ -81,8 +87,9 @@ void Ring::claim_place(Role role) {
     for (unsigned index = 0; index < kMaxOwners && me_ < 0; ++index)
       if (try_lock(fd(), kOwnerByte + off_t{index})) me_ = static_cast<int>(index);
   }
-  // A process that removes the name holds every place: after that we hold a place of a ring that cannot be found.
-  if (!segment_.still_named()) fail(Fault::not_found, segment_.name + " was removed");
+  // A process that removes the name holds every place: after that we hold a place of a ring that cannot be found. It
+  // holds the keeper's byte, too, and the name of the keeper's file may be yet to come.
+  if (!keeper_ && !segment_.still_named()) fail(Fault::not_found, segment_.name + " was removed");
   FAULT_POINT("attach.locked");
   const Cleared left = clear_bits(static_cast<unsigned>(me_));
   OwnerRow& mine = row();

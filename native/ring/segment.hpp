@@ -64,7 +64,8 @@ enum class Kept : std::uint32_t {
 };
 
 // What a ring's writers have said of its data. Until they begin, the ring is being set up and is nobody's source: where
-// the set-up fails it never was one. One that takes a ring over has it as it was left until it begins itself.
+// the set-up fails it never was one. One that takes a ring over has it as it was left until it begins itself, but a file
+// that no process has is set up anew (reopening.cpp).
 enum class Data : std::uint32_t { none = 0, begun = 1, ended = 2 };
 
 struct Header {

@@ -157,6 +157,40 @@ TEST(nobody_attaches_to_a_file_that_is_being_checked) {
   CHECK(Ring::attach(guard.name, Role::observer, false)->state_counts()[2] == 1);
 }
 
+TEST(nobody_takes_the_end_of_the_last_writer_of_a_file_for_that_of_the_next_one) {
+  const FileGuard guard("file-ended");
+  const auto end = [&] {
+    const auto ring = guard.ring();
+    ring->end_data();
+    ring->leave(false, true);
+  };
+  const auto drained = [](const std::string& name) {
+    return Ring::attach(name, Role::observer, false, true)->drained();
+  };
+  end();
+  stopped_at(
+      "file.entered", [&] { guard.ring(); },
+      [&] {
+        CHECK(!drained(guard.name));
+        CHECK(refused(Fault::not_ready, [&] { Ring::attach(guard.name, Role::reader, false); }));
+      });
+  {
+    // A reader of the last run that is still there keeps its end; who finds the next one by another name does not.
+    std::unique_ptr<Ring> reader;
+    {
+      const auto ring = guard.ring();
+      reader = Ring::attach(guard.name, Role::reader, false);
+      ring->end_data();
+    }
+    CHECK(reader->drained());
+    const std::string other = guard.name + "-other";
+    stopped_at(
+        "file.entered", [&] { Ring::create(other, kSlots, kCapacity, Bytes16{}, guard.file, Kept::synced, false); },
+        [&] { CHECK(!drained(other)); });
+    Segment::unname(other);
+  }
+}
+
 TEST(a_payload_that_is_not_as_it_was_published_is_freed_and_counted) {
   for (const unsigned what : {0u, 1u, 2u, 3u}) {
     const FileGuard guard("file-torn");

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import struct
 import tempfile
 from collections.abc import Callable, Iterator
@@ -17,10 +18,12 @@ from helpers import Child
 from preloaded import needs_compiler, preloaded
 from ring_files import SCHEMA, forget, links_to, payload, take_all
 
-from transport import SharedRingBuffer
+from transport import RingOptions, Rollout, SharedRingBuffer, open_rings
 from transport.cli import run
-from transport.errors import LayoutError, RingBusyError, SharedMemoryError, UsageError
+from transport.errors import LayoutError, RingBusyError, RingNotFoundError, SharedMemoryError, UsageError
 from transport.packer.consumed_record import ConsumedRecord
+from transport.packer.options import ServerOptions
+from transport.ring.attachment import attached
 from transport.schema import Schema
 
 WRITER = """
@@ -76,6 +79,55 @@ def test_what_a_killed_writer_had_written_is_claimed_with_or_without_another_wri
         assert second.native.torn == 0
         assert take_all(second, record) == [1, 2]
         assert second.statistics().writing == 0
+
+
+def test_a_file_that_is_opened_again_is_not_found_before_its_data_begin(file: Path) -> None:
+    with made(file) as first:
+        first.end_data()
+    with made(file, begins=False) as second, attached(second.name, "observer") as seen:
+        assert not seen.native.drained  # the end was that of the first one
+        for role in ("writer", "reader", "observer"):
+            with pytest.raises(RingNotFoundError):
+                SharedRingBuffer.attach(second.name, SCHEMA, role=role)  # type: ignore[arg-type]
+        second.begin_data()
+        second.write(payload(0))
+        with SharedRingBuffer.attach(second.name, SCHEMA, role="reader") as reader:
+            assert take_all(reader, ConsumedRecord()) == [0]
+
+
+def test_a_file_whose_trainer_is_still_there_keeps_its_end_until_the_next_data_begin(file: Path) -> None:
+    with made(file) as first:
+        reader = SharedRingBuffer.attach(first.name, SCHEMA, role="reader")
+        first.end_data()
+    with reader, made(file, begins=False) as second:
+        with SharedRingBuffer.attach(second.name, SCHEMA, role="observer") as late:
+            assert not late.native.ended  # whoever writes it is here
+        second.close()
+        assert reader.native.drained
+        with made(file):
+            assert not reader.native.ended
+
+
+def test_what_is_unread_in_a_file_waits_when_its_next_set_up_fails(file: Path, shown: Callable[..., Any]) -> None:
+    """Nobody takes it from a ring without a writer meanwhile, and the commands go on."""
+    run = f"rings:files-{secrets.token_hex(4)}-"
+    with made(file) as first:
+        first.write_many(map(payload, range(3)))
+        first.end_data()
+    too_many = ServerOptions(ports=(0,) * 40)
+    with pytest.raises(UsageError):
+        Rollout(SCHEMA, run, slots=4, mode="thread", ring=RingOptions(file=file), server=too_many)
+    with open_rings(run) as rings:
+        assert rings.take_parts(1, 0.0, consumer="a trainer") == []
+        assert not rings.has_met_rings()
+    [link] = links_to(file)
+    name = f"/{link.name}"
+    [seen] = [each for each in shown("reclaim", "--dry-run")["segments"] if each["name"] == name]
+    assert (seen["ready"], seen["dead"], seen["file"]) == (3, True, str(file))
+    assert shown("queue", run)["files"] == [str(file)]
+    assert shown("reclaim", name)["removed"] == 1
+    with Rollout(SCHEMA, run, slots=4, mode="thread", drain_s=0.0, ring=RingOptions(file=file)) as rollout:
+        assert take_all(rollout.ring, ConsumedRecord()) == [0, 1, 2]
 
 
 def test_a_file_has_one_writer_whatever_the_names(file: Path) -> None:

@@ -159,7 +159,8 @@ class SharedRingBuffer(Attachment):
             sync: of a file: "never", or "publish": a payload is on disk, and then it can be read; so it outlives a loss
                 of power. `write_many` syncs once for all that it writes at a time.
             begins: False: nobody finds the ring before `begin_data`, and where what is set up with it fails, no trainer
-                waits for it. One that was taken over is found meanwhile as it was left.
+                waits for it. One that was taken over is found meanwhile as it was left, in a file where a process still
+                has it.
 
         Raises:
             RingBusyError: a living process keeps a ring of this name, or in this file.
