@@ -238,7 +238,7 @@ class UCXXServer:
     def _give_up_unread(self) -> None:
         """End what is not consumed after `end_data`, before the ring ends, so that the listeners can tell of both.
 
-        In a file it waits for the next writer, and this is not the end of the data.
+        In a file it waits, and the data end when trainers have consumed it, unless a next writer begins first.
         """
         native = self._ring.native
         if native.closed or native.file or not native.ended:
