@@ -94,6 +94,29 @@ def test_rings_that_were_found_are_used_while_the_store_is_away(monkeypatch: pyt
     assert places.served(()) == {}
 
 
+def test_an_end_that_was_read_stays_until_its_ring_is_published_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    store = MemoryStore()
+    directory, ring = Directory(store), "1" * 32
+    places = InDirectory(directory)
+
+    def ended() -> set[str]:
+        nonlocal now
+        now += 60.0
+        places.served(())
+        assert places._reading is not None
+        places._reading.join()
+        return set(places.ended())
+
+    directory.end(ring, bytes(16))
+    assert ended() == {ring}
+    store.delete(f"ended/{ring}")  # as its lease ends
+    assert ended() == {ring}
+    directory.publish(Serving(ring=ring, host="elsewhere", addresses=("10.0.0.1",), ports=(7001,)))
+    assert ended() == set()
+
+
 def test_a_store_that_is_away_when_rings_are_first_looked_for_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def every(_: Directory) -> list[Serving]:
         raise StoreUnavailableError("the store is away")

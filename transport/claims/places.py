@@ -328,8 +328,10 @@ class InDirectory(Discovery):
         self._failed = None
         self._due = time.monotonic() + min(max(_STORE_EVERY_S, len(records) / _RINGS_A_SECOND), _STORE_MOST_S)
         here = host_identity()
+        published = {each.ring for each in records}
         self._known = {each.ring: each for each in records if each.ring not in ended}
-        self._ended = ended
+        # The directory forgets an end in time, this process does not: it still counts it.
+        self._ended = {ring: said for ring, said in self._ended.items() if ring not in published} | ended
         if not self._reads:
             self._before = {ring: said.at for ring, said in ended.items()}
         self._here = {each.ring for each in records if each.host == here}
