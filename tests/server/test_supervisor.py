@@ -20,7 +20,8 @@ from loopback import FAMILY
 from supervised import LOCAL, QUICK, bound, read_all, write
 
 from transport import SharedRingBuffer, UCXXClient, UCXXServer
-from transport.server.process import ListenerConfig
+from transport.errors import BusyPortError
+from transport.server.process import ListenerConfig, StartReport
 from transport.server.supervisor import ServedPort, Supervisor, SupervisorConfig
 from transport.settings import Settings
 
@@ -104,6 +105,24 @@ def test_a_listener_that_fails_again_is_started_after_twice_the_time_up_to_a_bou
         pauses.append(port.not_before)
     assert all(later in (2 * before, pauses[-1]) for before, later in itertools.pairwise(pauses))
     assert pauses[0] < pauses[-1] == pauses[-2]
+
+
+def test_a_port_that_was_lost_stays_published_until_its_successor_is_known() -> None:
+    with SharedRingBuffer.create(slots=1, slot_bytes=8) as ring:
+        config = SupervisorConfig(
+            ports=(7001, 7002), listener=ListenerConfig(segment=ring.name, port=0, settings=QUICK)
+        )
+        supervisor = Supervisor(ring, config)
+        supervisor.publish_ports()
+        lost = supervisor.served_ports[0]
+        lost.last_error = StartReport(error=BusyPortError.__name__)
+        while lost.port:
+            lost.failed(0.0)
+        supervisor.publish_ports()
+        assert ring.native.ports() == (7001, 7002)
+        lost.port = 7003
+        supervisor.publish_ports()
+        assert ring.native.ports() == (7003, 7002)
 
 
 OTHER_WRITER = """

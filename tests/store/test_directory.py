@@ -134,9 +134,11 @@ def test_a_server_that_moved_or_was_forgotten_is_published_again(store: SQLiteSt
         assert directory.find(RING).ports == (5000,)
         server.ports = (5001, 5002)
         eventually(lambda: directory.find(RING).ports == (5001, 5002))
+        server.ports = ()  # it is being closed
         for key in store.scan("servers/"):
             store.delete(key)
         eventually(lambda: directory.find(RING))
+        assert directory.find(RING).ports == (5001, 5002)
         if not (child := os.fork()):
             announcement.close()  # as a child does that leaves its parent's blocks
             os._exit(0)

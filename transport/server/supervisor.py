@@ -66,6 +66,7 @@ class ServedPort:
 
     def __init__(self, port: int, *, any_port: bool = False) -> None:
         self.port = port
+        self.published = port  # where it was last served; tickets name it until its successor is known
         self.any_port = any_port
         self.process: asyncio.subprocess.Process | None = None
         self.starting: asyncio.Task[None] | None = None
@@ -207,7 +208,9 @@ class Supervisor:
 
     def publish_ports(self) -> None:
         """Write the ports to the ring's port table, from which new tickets take them."""
-        ports = tuple(served.port for served in self.served_ports if served.port)
+        for served in self.served_ports:
+            served.published = served.port or served.published
+        ports = tuple(served.published for served in self.served_ports if served.published)
         if ports != self._ring.native.ports():
             self._ring.native.set_ports(ports)
 

@@ -212,8 +212,8 @@ class Announcement:
         while not self._ended.wait(self._directory.lease_s / 3):
             with failures:
                 serving = self._serving()
-                if not serving.ports:  # the server is being closed
-                    return
+                if not serving.ports:  # the server is being closed, and is published until it is withdrawn
+                    serving = self._published
                 assert self._version is not None
                 if serving == self._published and self._directory.renew(self._ring, self._version):
                     continue
