@@ -86,26 +86,36 @@ def test_a_later_server_replaces_an_earlier_one_and_not_the_reverse(store: SQLit
     directory = Directory(store)
     old = directory.publish(serving())
     new = directory.publish(serving(ports=(6000,)))
-    assert directory.publish_again(serving(), old) is None
-    assert not directory.renew(RING, old)
+    assert directory.publish_again(serving(), 0.0, old) is None
     directory.withdraw(RING, old)
     assert directory.find(RING) == serving(ports=(6000,))
-    assert directory.publish_again(serving(ports=(6001,)), new)
+    assert directory.publish_again(serving(ports=(6001,)), 0.0, new)
     assert directory.find(RING) == serving(ports=(6001,))
 
 
-def test_a_record_that_nobody_renews_ends_with_its_lease(tmp_path: Path) -> None:
+def test_a_ring_outlives_the_record_of_its_writer_that_nobody_renews_by_its_linger_time(tmp_path: Path) -> None:
     now = 0.0
     with SQLiteStore(tmp_path / "store.db", clock=lambda: now) as store:
         directory = Directory(store, lease_s=30)
-        version = directory.publish(serving())
+        version = directory.publish(serving(), 300)
         now = 29.0
-        assert directory.renew(RING, version)
+        version = directory.publish_again(serving(), 300, version)
         now = 58.0
-        assert directory.find(RING) == serving()
+        assert (directory.find(RING), directory.all()) == (serving(), [serving()])
         now = 59.0
-        assert directory.find(RING) is None
-        assert not directory.renew(RING, version)
+        assert (directory.find(RING), directory.all()) == (None, [serving()])
+        now = 358.0
+        assert directory.all() == [serving()]
+        now = 359.0
+        assert directory.all() == []
+
+
+def test_a_server_whose_record_has_ended_withdraws_its_ring(store: SQLiteStore) -> None:
+    directory = Directory(store)
+    version = directory.publish(serving(), 300)
+    store.delete(f"servers/{RING}")  # as its lease ends
+    directory.withdraw(RING, version)
+    assert directory.all() == []
 
 
 def test_a_server_that_waits_for_its_last_readers_stays_published(
@@ -129,7 +139,7 @@ def test_a_server_that_waits_for_its_last_readers_stays_published(
 
 def test_a_server_that_moved_or_was_forgotten_is_published_again(store: SQLiteStore) -> None:
     directory = Directory(store, lease_s=0.3)
-    server = SimpleNamespace(addresses=("10.0.0.1",), ports=(5000,))
+    server = SimpleNamespace(addresses=("10.0.0.1",), ports=(5000,), linger_s=0.0)
     with Announcement(directory, SimpleNamespace(ring_id=RING, data_ended=False), server) as announcement:
         assert directory.find(RING).ports == (5000,)
         server.ports = (5001, 5002)
@@ -158,7 +168,7 @@ def test_a_record_that_cannot_be_read_hides_itself_alone(store: SQLiteStore) -> 
     other = "cd" * 16
     directory.publish(Serving(ring=other, host="h", addresses=("10.0.0.1",), ports=(7001,)))
     directory.end("ef" * 16, b"f" * 16)
-    for key in (f"servers/{RING}", f"ended/{RING}"):
+    for key in (f"rings/{RING}", f"ended/{RING}"):
         store.put(key, b'"\xff"')
     assert [serving.ring for serving in directory.all()] == [other]
     assert list(directory.ended()) == ["ef" * 16]

@@ -52,9 +52,10 @@ _LOOK_S: Final = 0.25  # more of them are looked at so often: is each still ther
 class _Known:
     """Knowledge of a place, for as long as it is found."""
 
-    __slots__ = ("fault", "port", "ring")
+    __slots__ = ("failing", "fault", "port", "ring")
 
     def __init__(self) -> None:
+        self.failing = float("inf")  # since when it cannot be connected to
         self.fault: TransportError | None = None  # why it is not connected
         self.ring = ""  # that was last connected to
         self.port: PortKey | None = None  # that was last tried
@@ -128,6 +129,11 @@ class Demands:
     def undecided(self) -> bool:
         """True if a place was neither connected to yet, nor has failed."""
         return any(place.fault is None and name not in self._connected for name, place in list(self._known.items()))
+
+    def unreached(self, for_s: float) -> set[str]:
+        """Return the places that could not be connected to for so long."""
+        since = time.monotonic() - for_s
+        return {name for name, place in list(self._known.items()) if place.failing <= since}
 
     @property
     def connections(self) -> list[ClaimConnection]:
@@ -251,7 +257,7 @@ class Demands:
                 self._takers.lost(name, time.monotonic())
                 self._turn()
                 return
-            known.fault = error
+            known.fault, known.failing = error, min(known.failing, time.monotonic())
             if (before := self._log_limit.due()) is not None:
                 more = f" ({before} more failures since the last report)" if before else ""
                 log.warning("cannot take payloads from %s, and tries again: %s%s", name, error, more)
@@ -260,7 +266,7 @@ class Demands:
             self._note(name, error)
             self._takers.lost(name, time.monotonic())
         else:
-            known.fault = None
+            known.fault, known.failing = None, float("inf")
             link.served = partial(self._served, name, link.ring)
             self._connected[name] = link
             known.ring = link.ring

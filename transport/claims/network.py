@@ -261,6 +261,10 @@ class NetworkSource:
             living.update(part.ring for part in list(of.came))
         return ended, living
 
+    def unreached(self, for_s: float) -> set[str]:
+        """Return the places that no demand could be connected to for so long."""
+        return set().union(*(of.demands.unreached(for_s) for of in list(self._ranks.values())))
+
     def left(self, rank: int | str) -> dict[str, int]:
         """Return how many payloads this rank has not consumed, at most, by ring whose writer has said its end."""
         left: dict[str, int] = {}

@@ -405,7 +405,10 @@ class FoundRings:
             there, waiting = self._network.ended()
             ended |= {ring: said or ended.get(ring, False) for ring, said in there.items()}
             served = {place.ring for place in self._served().values() if place.ring}
-            living |= waiting | {ring for ring in served if not ended.get(ring)}
+            directory = self.places.directory  # which names the rings of killed rollouts for as long as they may last
+            lost = set() if directory is None else self._network.unreached(directory.lease_s) - waiting
+            ended = dict.fromkeys(lost & served, False) | ended
+            living |= waiting | {ring for ring in served - lost if not ended.get(ring)}
         if mapped:
             living |= self._left_out().keys()
         return {ring: said for ring, said in ended.items() if said or ring not in replaced}, living

@@ -133,6 +133,11 @@ class UCXXServer:
         """Addresses that tickets advertise."""
         return self._addresses
 
+    @property
+    def linger_s(self) -> float:
+        """Seconds that it serves what its killed writer has left."""
+        return self._config.settings.linger_s if self._mode == "process" else 0.0
+
     def start(self) -> Self:
         """Start listening and wait until every port answers.
 

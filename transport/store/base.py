@@ -31,6 +31,7 @@ MOST_VALUE_BYTES = 16 << 20
 RECHECK_S = 1.0  # how often a watcher reads without a wake-up
 _DELETED_AT_ONCE = 1000
 
+LONGEST_LEASE_S = 86_400.0 * 365
 ABSENT = 0  # the version of a record that does not exist
 COUNTER = re.compile(rb"0|-?[1-9][0-9]{0,18}")  # decimal text of `Store.add`
 
@@ -209,7 +210,7 @@ def check_value(value: bytes) -> bytes:
 
 def check_lease(lease_s: float | None) -> float | None:
     """Return ``lease_s``, or raise UsageError when no lease can last that long."""
-    if lease_s is not None and not 0 < lease_s <= 86_400 * 365:
+    if lease_s is not None and not 0 < lease_s <= LONGEST_LEASE_S:
         raise UsageError(f"lease_s={lease_s}: give seconds above 0, at most a year; None for no lease")
     return lease_s
 

@@ -8,6 +8,9 @@ found after it was restarted or moved, and its tickets are reported as lost afte
         the same ones are published            ──► the error is raised; a later read may succeed
         no record for ``grace_s``              ──► PayloadLostError: the payload is gone with its server
 
+A ring has two records: ``servers/`` says that its writer lives, and ends ``lease_s`` after it; ``rings/`` says where to
+ask for payloads, and lasts ``linger_s`` longer, as long as a killed writer's listeners serve what it left.
+
 So the tickets of a dead server are reported as lost at the first read after ``lease_s`` + ``grace_s``. The grace is for
 a server that lives but whose record expired because the store was unavailable: it republishes every third of the lease.
 A reader that has seen a ring absent looks for it again, more often than a record lasts, so that two absences with a
@@ -42,7 +45,7 @@ from transport.runtime.decoders import ready
 from transport.runtime.error_text import error_text
 from transport.runtime.logs import LoggedErrors
 from transport.runtime.waits import Flag
-from transport.store.base import ABSENT, Change, Store, check_lease
+from transport.store.base import ABSENT, LONGEST_LEASE_S, Change, Store, check_lease
 from transport.store.decision import decide
 from transport.store.stored import decode, decode_each, encode
 from transport.ticket import Ticket, host_identity
@@ -56,6 +59,7 @@ log = logging.getLogger(__name__)
 
 LEASE_S = 30.0
 _PREFIX = "servers/"
+_RINGS = "rings/"
 _ENDED = "ended/"
 _RUN = "run"
 _ENDED_S = 3600.0  # that an end stays, for trainers that come late
@@ -127,8 +131,8 @@ class Directory:
         return [ring for ring, entry in zip(rings, entries, strict=True) if entry is None]
 
     def all(self) -> list[Serving]:
-        """Return the records of all rings that can be read."""
-        return list(decode_each(Serving, self._store.scan(_PREFIX)).values())
+        """Return the records of all rings that can be read, also of those that outlive their writers."""
+        return list(decode_each(Serving, self._store.scan(_RINGS)).values())
 
     def end(self, ring: str, fingerprint: bytes) -> None:
         """Say that the writer of this ring writes nothing more."""
@@ -138,41 +142,44 @@ class Directory:
         """Return the rings whose writers have said their end within the last hour."""
         return {key.removeprefix(_ENDED): end for key, end in decode_each(Ended, self._store.scan(_ENDED)).items()}
 
-    def publish(self, serving: Serving) -> int:
+    def publish(self, serving: Serving, linger_s: float = 0.0) -> int:
         """Publish a server that starts, with a new lease, whatever is there: a ring has one writer at a time.
 
-        Returns the record's version. ConfigurationError: the store is on another host, and would tell others of
-        loopback alone.
+        Its ring is found for ``linger_s`` longer. Returns the record's version. ConfigurationError: the store is on
+        another host, and would tell others of loopback alone.
         """
-        version = self._write(serving, None)
+        version = self._write(serving, linger_s, None)
         assert version is not None  # nothing was expected
         return version
 
-    def publish_again(self, serving: Serving, version: int) -> int | None:
+    def publish_again(self, serving: Serving, linger_s: float, version: int) -> int | None:
         """Publish as `publish`, in place of the record that this server has published, or of none.
 
         None: there is another one.
         """
-        return self._write(serving, version) or self._write(serving, ABSENT)
+        return self._write(serving, linger_s, version) or self._write(serving, linger_s, ABSENT)
 
-    def _write(self, serving: Serving, expected: int | None) -> int | None:
+    def _write(self, serving: Serving, linger_s: float, expected: int | None) -> int | None:
         if all(map(is_loopback, serving.addresses)) and (own := self._store.reached_from()) is not None:
             raise ConfigurationError(
                 f"ring {serving.ring[:8]} would be found at {', '.join(serving.addresses)}, where other hosts reach "
                 f"themselves: set TRANSPORT_ADDRESSES to an address that they reach, such as {own}"
             )
-        record = Change(_PREFIX + serving.ring, encode(serving), expected, self.lease_s)
-        end = Change(_ENDED + serving.ring, None)  # of the writer before, whose file this one has
-        versions = self._store.put_many([record, end])
+        record = encode(serving)
+        versions = self._store.put_many(
+            [
+                Change(_PREFIX + serving.ring, record, expected, self.lease_s),
+                Change(_RINGS + serving.ring, record, None, min(self.lease_s + linger_s, LONGEST_LEASE_S)),
+                Change(_ENDED + serving.ring, None),  # of the writer before, whose file this one has
+            ]
+        )
         return None if versions is None else versions[0]
 
-    def renew(self, ring: str, version: int) -> bool:
-        """Restart the lease of a record; False if the record is gone."""
-        return bool(self._store.renew({_PREFIX + ring: version}, self.lease_s))
-
     def withdraw(self, ring: str, version: int | None) -> None:
-        """Remove a record, unless it was replaced. None: whatever is there."""
-        self._store.put_many([Change(_PREFIX + ring, None, version)])
+        """Remove a server's records, unless they were replaced. None: whatever is there."""
+        for expected in (version, ABSENT):
+            if self._store.put_many([Change(_PREFIX + ring, None, expected), Change(_RINGS + ring, None)]) is not None:
+                return
 
 
 class Announcement:
@@ -192,7 +199,7 @@ class Announcement:
 
     def start(self) -> Self:
         """Publish the record. Raises the store's errors; where it fails later, that is logged and tried again."""
-        self._version = self._directory.publish(self._published)
+        self._version = self._directory.publish(self._published, self._server.linger_s)
         threads.start(self._thread)
         return self
 
@@ -215,9 +222,7 @@ class Announcement:
                 if not serving.ports:  # the server is being closed, and is published until it is withdrawn
                     serving = self._published
                 assert self._version is not None
-                if serving == self._published and self._directory.renew(self._ring, self._version):
-                    continue
-                version = self._directory.publish_again(serving, self._version)
+                version = self._directory.publish_again(serving, self._server.linger_s, self._version)
                 if version is None:
                     log.warning("another server has published ring %s; trying again later", self._ring[:8])
                 else:

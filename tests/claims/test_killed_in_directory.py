@@ -1,0 +1,79 @@
+"""Rings of killed rollouts in a directory: what they left is asked for while it is served, and ends nobody's wait."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from found_rings import LONG_S
+from helpers import NETWORK, NETWORK_WIRE, Child, dead_port, eventually
+from loopback import LOOPBACK
+
+from transport import FoundRings, Schema, Trainer, _ring
+from transport.claims.places import InDirectory
+from transport.store import SQLiteStore
+from transport.store.directory import Directory, Serving
+from transport.ticket import host_identity
+from transport.wires import Wire
+
+pytestmark = pytest.mark.ucx
+
+LEASE_S = 0.3
+SCHEMA = Schema.of(x="int64")
+ROLLOUT = """
+import sys
+from transport import FoundRings, Rollout, Schema
+from transport.claims.places import InDirectory
+from transport.store import SQLiteStore
+from transport.store.directory import Directory
+store = SQLiteStore(sys.argv[1])
+with FoundRings(InDirectory(Directory(store, lease_s=float(sys.argv[2]))), store=store) as rings:
+    rollout = Rollout(Schema.of(x="int64"), rings, slots=8)
+    for x in range(6):
+        rollout.write({"x": x})
+    print(rollout.ring.ring_id, rollout.ring.name, flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Iterator[Directory]:
+    with SQLiteStore(tmp_path / "store.db") as store:
+        yield Directory(store, lease_s=LEASE_S)
+
+
+@pytest.mark.guarantee("a rollout worker is killed later, also with its supervisor")
+@pytest.mark.parametrize("wire", ["mapped", NETWORK_WIRE])
+def test_what_a_killed_rollout_left_is_found_for_as_long_as_it_is_served(
+    directory: Directory, tmp_path: Path, wire: Wire
+) -> None:
+    with Child(ROLLOUT, tmp_path / "store.db", LEASE_S) as rollout:
+        ring, segment = rollout.line().split()
+        rollout.kill()
+    eventually(lambda: directory.find(ring) is None, "its record lapses")
+    with FoundRings(InDirectory(directory)) as rings, Trainer(SCHEMA, rings, wire={wire}) as trainer:
+        assert trainer.rings.segments_here() == [segment]
+        for _ in range(6):
+            batch = trainer.take(1, LONG_S)
+            assert batch is not None
+            batch.consume()
+            assert batch.accepted.all()
+        del batch
+    eventually(lambda: segment not in _ring.segments(), "the ring goes with its last payload")
+
+
+def test_a_killed_rollout_that_is_not_reached_any_more_is_not_waited_for(directory: Directory) -> None:
+    with (
+        dead_port() as port,
+        FoundRings(InDirectory(directory)) as rings,
+        Trainer(SCHEMA, rings, wire=NETWORK) as trainer,
+    ):
+        killed = Serving(ring="1" * 32, host=host_identity(), addresses=(LOOPBACK,), ports=(port,))
+        directory.publish(killed, 1000 * LONG_S)
+        directory.end("2" * 32, bytes.fromhex(SCHEMA.fingerprint))
+        eventually(
+            lambda: trainer.take(1, 0.05) is None and trainer.rings.finished(1), "the other one's end is all there is"
+        )
+        assert not trainer.rings.finished()
+        assert not trainer.rings.finished(2)
