@@ -373,8 +373,8 @@ def test_a_rollout_that_is_never_closed_says_nothing(url: str) -> None:
             end(child)
             assert child.wait() == 0
         eventually(lambda: trainer.take(1, 0.05) is None and not trainer.rings.segments_here(), "it is gone")
+        eventually(lambda: trainer.take(1, 0.05) is None and ring[:8] in trainer.why_nothing(), "it is named")
         assert not trainer.finished()
-        assert ring[:8] in trainer.why_nothing()
 
 
 @pytest.mark.parametrize("drain_s", [0.0, 0.05])
