@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import secrets
 import subprocess
 import sys
 import threading
@@ -16,7 +17,7 @@ from typing import Any
 import mounts
 import numpy as np
 import pytest
-from helpers import asynchronous, leaving_at_once
+from helpers import Child, asynchronous, leaving_at_once
 from weights_engines import BUCKET, TOTAL, build, engine, engines, sizes, transfer
 from weights_members import checksum_of, version_of
 
@@ -294,6 +295,60 @@ async def test_a_child_that_holds_a_bucket_too_long_is_dropped_and_the_others_go
         assert held.checksum == checksum_of(1)
         with pytest.raises((ParentLostError, StaleSlotError)):
             await slow.receive(1)
+
+
+# A replica that gets the signal while it copies its first bucket out of the trainer's ring.
+COPIES = """
+import asyncio, json, os, signal, sys
+from transport.ring.buffer import SharedRingBuffer
+from transport.weights.engine import WeightsEngine
+from transport.weights.options import EngineOptions
+def copy_out(self, ticket, rank, destination):
+    with self.read_raw(ticket, rank):
+        os.kill(os.getpid(), signal.Signals[sys.argv[1]])
+SharedRingBuffer.copy_out = copy_out
+async def main():
+    replica = WeightsEngine("copies", address="127.0.0.1", options=EngineOptions(prefix=sys.argv[2]))
+    print(json.dumps(await replica.prepare()), flush=True)
+    await replica.init_process_group(roles=json.loads(sys.stdin.readline()))
+    await replica.receive(1)
+asyncio.run(main())
+"""
+
+
+@pytest.fixture
+def prefix() -> Iterator[str]:
+    """Of the segments of a child, which one that is killed leaves."""
+    chosen = f"copies-{secrets.token_hex(4)}-"
+    yield chosen
+    for left in Path("/dev/shm").glob(f"transport-{chosen}*"):
+        left.unlink()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("others", ["", "a"])
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+@asynchronous
+async def test_a_child_that_ends_or_stops_while_it_copies_a_bucket_out_is_dropped(
+    how: str, others: str, prefix: str
+) -> None:
+    weights = {"w": np.ones(1000, np.float32)}  # one bucket
+    async with engines(others, shape="star", stall_s=3.0) as made:
+        with Child(COPIES, how, prefix) as child:
+            metadata = [await made[0].prepare(), json.loads(await asyncio.to_thread(child.line))]
+            metadata += [await each.prepare() for each in made[1:]]
+            actor, rollout = build_topology(1, len(metadata) - 1, metadata)
+            role, *roles = rollout["roles"]
+            child.tell(json.dumps(role))
+            roles = [*actor["roles"], *roles]
+            await asyncio.gather(*(each.init_process_group(roles=role) for each, role in zip(made, roles, strict=True)))
+            sending = asyncio.ensure_future(made[0].send_weights(weights, 1))
+            for each in made[1:]:
+                held = await each.receive(1)
+                assert held.proof == await sending
+            if not others:
+                with pytest.raises(ChildrenLostError):
+                    await sending
 
 
 @asynchronous

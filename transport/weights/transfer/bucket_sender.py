@@ -261,11 +261,10 @@ class BucketSender:
         return ticket
 
     async def drained(self) -> None:
-        """Wait until every remaining child has read every bucket."""
-        ring = self._ring
-        while ring is not None:
+        """Wait until every remaining child has read every bucket. A child that is dropped may still pin some."""
+        while self._ring is not None:
             seen = self.freed_event()
-            if ring.native.state_counts()[0] == ring.slot_count:
+            if not any(late for _, late in self._late()):
                 break
             await self.freed(seen)
         if self._children and not self.children:
