@@ -99,6 +99,25 @@ def test_a_loop_that_is_killed_goes_on_behind_its_checkpoint(
     assert sorted(learned) == [*range(1, 21)]
 
 
+@pytest.mark.parametrize("wire", ["mapped", "tcp"])
+def test_what_a_state_has_does_not_come_again_in_the_next_loop(rollout: Rollout, wire: str) -> None:
+    dataset = TicketDataset(
+        rollout.url,  # type: ignore[attr-defined]
+        batch_size=4,
+        fill_s=0.0,
+        schema=torch_loop.SCHEMA,
+        wire=(wire,),
+    )
+    learned: list[int] = []
+    while len(learned) < 20:
+        for batch in dataset:
+            learned += [int(sample.tensors["step"]) for sample in batch]
+            state = dataset.state_dict()
+            break
+        assert dataset.state_dict() == state
+    assert sorted(learned) == [*range(1, 21)]
+
+
 def test_a_state_that_is_none_is_refused(rollout: Rollout) -> None:
     dataset = TicketDataset(rollout.url)  # type: ignore[attr-defined]
     for other in ({}, {"consumed": 3}, {"consumed": b"other bytes"}, None):

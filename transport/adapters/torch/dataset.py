@@ -154,6 +154,7 @@ class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not ther
         self._orders: Sequence[multiprocessing.connection.Connection] = ()  # of the trainer, one for each worker
         self._in_hand: tuple[Trainer, Batch | Step] | None = None  # of the latest iteration
         self._turn = object()  # of the latest iteration
+        self._said: ConsumedRecord | None = None  # the latest state, until the batch that was in hand is consumed
         self._in_workers = False  # a loader of it has worker processes, which keep the records of what they consumed
         self._behind_end = False  # an iteration has met the end of data, of which later ones may know nothing
 
@@ -213,13 +214,15 @@ class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not ther
             _, batch = self._in_hand
             self._in_hand = None
             batch.consume()
+            self._said = None  # the trainer's record has it
 
     # --- in a checkpoint ----------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs for the loop to go on behind the batch in hand. StatefulDataLoader asks.
 
         The batch in hand counts as learned. It is consumed when the next one is asked for, behind the checkpoint: a
-        trainer that is killed in between gets it again, and a dataset with this state leaves it out.
+        trainer that is killed in between gets it again, and a dataset with this state leaves it out, as does the next
+        loop of this one where this loop ends before.
 
         UsageError: a `TicketLoader` of this dataset has worker processes.
         """
@@ -227,8 +230,8 @@ class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not ther
         if self._in_hand is not None:
             trainer, batch = self._in_hand
             batch.accept()
-            return {"consumed": trainer.record.to_bytes()}
-        return {"consumed": self._options["record"].to_bytes()}
+            self._said = trainer.record
+        return {"consumed": (self._options["record"] if self._said is None else self._said).to_bytes()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint, before the loop begins. UsageError: no such state, or as for `state_dict`."""
@@ -236,7 +239,7 @@ class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not ther
         record = state.get("consumed") if isinstance(state, Mapping) else None
         if not isinstance(record, bytes):
             raise UsageError(f"{state!r:.80} is not what state_dict() of a TicketDataset returns")
-        self._options["record"] = ConsumedRecord.from_bytes(record, self._settings)
+        self._options["record"], self._said = ConsumedRecord.from_bytes(record, self._settings), None
 
     def _check_own(self) -> None:
         if self._in_workers:
@@ -246,6 +249,8 @@ class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not ther
     @contextlib.contextmanager
     def stream(self, stopping: Callable[[], object] = lambda: False) -> Iterator[_TrainerBatches]:
         """Open a trainer in this process, and the wait for its batches."""
+        if self._said is not None:
+            self._options["record"], self._said = self._said, None
         shape = {} if self._shape.layout == "list" else msgspec.structs.asdict(self._shape)
         with Trainer(self._schema, self._rings, **self._options, **shape) as trainer:
             yield _TrainerBatches(trainer, self, stopping, behind_end=self._behind_end)
