@@ -113,7 +113,7 @@ class BucketSender:
             self._open(slots, slot_bytes)
 
     def _open(self, slots: int, slot_bytes: int) -> None:
-        ring = SharedRingBuffer.create(slots=slots, slot_bytes=slot_bytes, prefix=self._prefix)
+        self._ring = ring = SharedRingBuffer.create(slots=slots, slot_bytes=slot_bytes, prefix=self._prefix)
         try:
             self._server = UCXXServer(
                 ring,
@@ -123,11 +123,11 @@ class BucketSender:
                 secret=self._secret,
                 wires=self._wires,
                 mode="thread",
-            ).start()
+            )
+            self._server.start()
         except BaseException:
-            ring.close()
+            self.close()
             raise
-        self._ring = ring
 
     @property
     def children(self) -> tuple[str, ...]:
