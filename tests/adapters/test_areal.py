@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import re
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 from helpers import Child, eventually
+from interrupted_lines import Interrupted
 
 with warnings.catch_warnings():  # of the framework and of what it imports
     warnings.simplefilter("ignore")
@@ -179,3 +181,17 @@ def test_areals_workers_that_start_with_the_pages_file_pass_tensors_by_ticket(tm
                 return False
 
             eventually(cleared, "the tensor is freed where it was returned")
+
+
+def test_a_ring_that_is_interrupted_at_any_line_of_its_start_leaves_no_listener() -> None:
+    before = threading.enumerate()
+    at, interrupted = 0, True
+    while interrupted:
+        at += 1
+        backend = adapter.RingBackend(mode="thread", addresses=("127.0.0.1",))
+        interrupt = Interrupted(at, ("transport.adapters.areal",))
+        with interrupt:
+            backend._made(4096)
+        interrupted = interrupt.left <= 0
+        backend.close()
+        assert threading.enumerate() == before, at

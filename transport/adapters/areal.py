@@ -10,13 +10,14 @@ of the job maps it on the same host and reads it over UCX elsewhere, with a chec
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import defaultdict
 from typing import Any
 
 from transport.client.blocking import BlockingClient
 from transport.devices.host_tensors import as_tensor
-from transport.errors import MissingDependencyError, RingFullError, UsageError
+from transport.errors import ClosedError, MissingDependencyError, RingFullError, UsageError
 from transport.ring.buffer import SharedRingBuffer
 from transport.runtime.installing import install
 from transport.runtime.releases import require_fitting
@@ -53,7 +54,7 @@ class RingBackend:
             for ring, _ in self._rings[slot_bytes]:
                 try:
                     return ring.write(values).to_text()
-                except RingFullError:
+                except (RingFullError, ClosedError):  # closed: its start was interrupted
                     continue
             return self._made(slot_bytes).write(values).to_text()
 
@@ -96,12 +97,13 @@ class RingBackend:
     def _made(self, slot_bytes: int) -> SharedRingBuffer:
         slots = max(1, min(self._ring_bytes // slot_bytes, 1 << 14))
         ring = SharedRingBuffer.create(slots=slots, slot_bytes=slot_bytes, overflow="error")
-        try:
-            server = UCXXServer(ring, **self._options).start()
-        except BaseException:  # an interrupt, too: the segment would stay
-            ring.close()
-            raise
-        self._rings[slot_bytes].append((ring, server))
+        with contextlib.ExitStack() as unless_kept:  # closed by an interrupt, too: the segment would stay
+            unless_kept.callback(ring.close)
+            server = UCXXServer(ring, **self._options)
+            unless_kept.callback(server.close)
+            server.start()
+            self._rings[slot_bytes].append((ring, server))
+            unless_kept.pop_all()
         return ring
 
 

@@ -97,7 +97,9 @@ class PayloadTransport(CheckpointTransport[Any]):  # type: ignore[misc]  # torch
         with ExitStack() as opened:
             ring = SharedRingBuffer.create(slots=1, slot_bytes=schema.layout(lengths).total)
             opened.enter_context(ring)
-            opened.enter_context(UCXXServer(ring, **self._options).start())
+            server = UCXXServer(ring, **self._options)
+            opened.callback(server.close)
+            server.start()
             ticket = ring.write(values, timeout_s=timeout.total_seconds())
             self._store.set(str(step), ticket.to_text())
             opened.callback(self._store.delete_key, str(step))

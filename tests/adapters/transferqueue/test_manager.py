@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from interrupted_lines import Interrupted
 
 from transport.errors import (
     CheckpointDamagedError,
@@ -40,6 +41,7 @@ from transfer_queue.utils.zmq_utils import ZMQMessage, ZMQRequestType
 from transport.adapters.transferqueue import PayloadTransportStorageManager
 from transport.adapters.transferqueue.manager import _rings
 from transport.adapters.transferqueue.packing import Unpacked, ValuePlace, pack
+from transport.adapters.transferqueue.rings import Rings, StorageOptions
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 
@@ -539,3 +541,18 @@ def test_a_ring_without_room_puts_nothing(saved: tuple[Path, TensorDict]) -> Non
         with pytest.raises(RingFullError):
             asyncio.run(second.load_checkpoint(str(folder)))
         assert slots()[0] == 0
+
+
+@pytest.mark.slow
+def test_a_ring_that_is_interrupted_at_any_line_of_its_start_leaves_no_listener() -> None:
+    before = threading.enumerate()
+    at, interrupted = 0, True
+    while interrupted:
+        at += 1
+        rings = Rings(StorageOptions(ring_bytes=1 << 16), None)
+        interrupt = Interrupted(at, ("transport.adapters.transferqueue.rings",))
+        with interrupt:
+            rings._make(pack(["a"], [[at]], 0, 1), [], 0)
+        interrupted = interrupt.left <= 0
+        rings.leave()
+        assert threading.enumerate() == before, at

@@ -53,28 +53,29 @@ class StorageOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class _Served:
-    """A ring, and what serves it."""
+    """A ring, and what serves it, once it is started."""
 
     def __init__(self, slots: int, slot_bytes: int, options: StorageOptions, secret: bytes | None) -> None:
         schema = Schema.of(data=("uint8", UpTo(slot_bytes)))
         self.slot_bytes = slot_bytes
         self.total = slots * slot_bytes
         self.ring = SharedRingBuffer.create(schema, slots=slots, prefix=PREFIX, overflow="error")
+        self._options = options
+        self._secret = secret
         self._server: UCXXServer | None = None
-        try:
-            if options.serve:
-                operator = configuration()
-                self._server = UCXXServer(
-                    self.ring,
-                    addresses=operator.addresses or None,
-                    bind=operator.bind,
-                    settings=msgspec.structs.replace(operator.settings, linger_s=options.linger_s),
-                    secret=secret,
-                    wires=operator.server_wires,
-                ).start()
-        except BaseException:  # an interrupt, too: the segment would stay
-            self.ring.close()
-            raise
+
+    def start(self) -> None:
+        if self._options.serve:
+            operator = configuration()
+            self._server = UCXXServer(
+                self.ring,
+                addresses=operator.addresses or None,
+                bind=operator.bind,
+                settings=msgspec.structs.replace(operator.settings, linger_s=self._options.linger_s),
+                secret=self._secret,
+                wires=operator.server_wires,
+            )
+            self._server.start()
 
     def write(self, packed: Packed) -> Ticket:
         """RingFullError when no slot is free."""
@@ -83,13 +84,17 @@ class _Served:
         return lease.ticket
 
     def empty(self) -> bool:
+        if self.ring.native.closed:
+            return True
         free, *_ = self.ring.native.state_counts()
         return free == self.ring.slot_count
 
     def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
-        self.ring.close()
+        try:
+            if self._server is not None:
+                self._server.close()
+        finally:
+            self.ring.close()
 
 
 class Rings:
@@ -143,13 +148,9 @@ class Rings:
                 held = sum(served.total for served in self._rings)
                 if limit is None or held + some * slot_bytes <= limit:
                     try:
-                        made = _Served(some, slot_bytes, self._options, self._secret)
+                        return self._started(_Served(some, slot_bytes, self._options, self._secret))
                     except SharedMemoryError as error:
                         log.info("no ring of %d slots of %d bytes: %s", some, slot_bytes, error)
-                    else:
-                        self._rings.append(made)
-                        self._rings.sort(key=lambda each: each.slot_bytes)
-                        return made
                 if not self._drop_empty():
                     break
         held = sum(served.total for served in self._rings)
@@ -159,13 +160,26 @@ class Rings:
             "more; clear samples that are not needed, or allow more"
         )
 
+    def _started(self, made: _Served) -> _Served:
+        self._rings.append(made)
+        try:
+            made.start()
+        except BaseException:  # an interrupt, too: the segment would stay
+            self._drop(made)
+            raise
+        self._rings.sort(key=lambda each: each.slot_bytes)
+        return made
+
     def _drop_empty(self) -> bool:
         """Return whether there was a ring without a value, which is closed now."""
         for served in [each for each in self._rings if each.empty()]:
-            self._rings.remove(served)
-            served.close()
+            self._drop(served)
             return True
         return False
+
+    def _drop(self, served: _Served) -> None:
+        served.close()
+        self._rings.remove(served)  # last, so that after an interrupt the next call finishes
 
     def leave(self) -> None:
         """Close what is empty. What is not stays as long as this process: others may get it."""
