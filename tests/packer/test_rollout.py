@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from claimed import consumed
-from helpers import eventually
+from helpers import Child, eventually
 from interrupted_lines import Interrupted
 from packers import Worker
 
@@ -262,3 +262,28 @@ def test_a_set_up_that_fails_before_there_is_a_ring_closes_the_rings_that_it_ope
     [rings] = opened
     with pytest.raises(ClosedError):
         rings.depth()
+
+
+KILLED = """
+import os, signal, sys
+from transport import Schema, Trainer, UpTo
+with Trainer(Schema.of(obs=("float32", UpTo(16), 2)), sys.argv[1], wire={"mapped"}) as trainer:
+    batch = trainer.take(2, 60.0)
+    batch.consume()
+    os.kill(os.getpid(), signal.SIGKILL)  # what the batch has lies in its slots until the next take
+"""
+
+
+def test_the_slots_of_a_trainer_that_is_killed_behind_its_consume_count_as_free() -> None:
+    url = f"rings:killed-{secrets.token_hex(4)}-"
+    worker = Worker()
+    worker.setup_ucxx(SCHEMA, url, slots=4, mode="thread")
+    try:
+        for _ in range(2):
+            worker.write_to_buffer(VALUES)
+        with Child(KILLED, url) as trainer:
+            assert trainer.wait() == -signal.SIGKILL
+        look = worker.ring_statistics()
+        assert (look.consumes, look.free) == (2, 4)
+    finally:
+        worker.cleanup_ucxx()

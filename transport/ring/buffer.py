@@ -660,7 +660,8 @@ class SharedRingBuffer(Attachment):
         return self.native.state_counts()[2]
 
     def statistics(self) -> RingStatistics:
-        """States and counters at this moment."""
+        """States and counters at this moment, behind a reclaim: what only dead processes held counts as free."""
+        self.reclaim()
         return statistics_of(self.native)
 
     def tickets(self) -> list[Ticket]:

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from helpers import Child
 from interrupted_lines import Interrupted
 
 from transport.errors import (
@@ -556,3 +557,24 @@ def test_a_ring_that_is_interrupted_at_any_line_of_its_start_leaves_no_listener(
         interrupted = interrupt.left <= 0
         rings.leave()
         assert threading.enumerate() == before, at
+
+
+PINS = """
+import os, signal, sys
+from transport import SharedRingBuffer, Ticket
+ticket = Ticket.parse(sys.argv[1])
+with SharedRingBuffer.attach(ticket.segment, role="reader") as ring, ring.read_raw(ticket):
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_ring_whose_last_reader_was_killed_is_empty_once_its_values_are_cleared() -> None:
+    rings = Rings(StorageOptions(ring_bytes=1 << 16, serve=False), None)
+    packed = pack(["a"], [[1]], 0, 1)
+    [ticket] = rings.write([packed])
+    with Child(PINS, ticket.to_text()) as child:
+        assert child.wait() == -signal.SIGKILL
+    [served] = rings._rings
+    served.ring.discard(ticket)
+    assert served.empty()
+    rings.leave()

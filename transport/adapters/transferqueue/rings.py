@@ -84,10 +84,7 @@ class _Served:
         return lease.ticket
 
     def empty(self) -> bool:
-        if self.ring.native.closed:
-            return True
-        free, *_ = self.ring.native.state_counts()
-        return free == self.ring.slot_count
+        return self.ring.native.closed or self.ring.statistics().free == self.ring.slot_count
 
     def close(self) -> None:
         try:
