@@ -27,8 +27,8 @@ class Mesh(msgspec.Struct, frozen=True):
         tp: ranks of a replica: tensor, pipeline and context parallel ones together.
         rank: of this process, 0 to dp x tp - 1.
         name: of the mesh in its store; the same at each start.
-        store: of the mesh's records, or its text (``"sqlite:///path"``, ``"redis://…"``). None: that of the rings'
-            directory.
+        store: of the mesh's records, or its text (``"sqlite:///path"``, ``"redis://host:6379/0?run=NAME"``). None:
+            that of the rings' directory.
     """
 
     dp: int = 1
