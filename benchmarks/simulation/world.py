@@ -245,8 +245,8 @@ class World:
                         version = None
                     if version is None:
                         version = directory.publish(serving)
-                    elif not directory.renew(host.ring, version):
-                        version = directory.publish_again(serving, version) or version
+                    else:
+                        version = directory.publish_again(serving, 0.0, version) or version
                     if self.now - self.renewed.get(host.number, self.now) >= LOST_AFTER_S:
                         self.silent_until[host.number] = self.now
                     self.renewed[host.number] = self.now
