@@ -90,7 +90,7 @@ def _never_lost() -> None:
 def _lost_at_once() -> None:
     original = Finder.__init__
     Finder.__init__ = lambda self, directory: original(self, directory, grace_s=0.0)  # type: ignore[method-assign]
-    Directory.renew = lambda *_: True  # type: ignore[method-assign]
+    Directory.publish_again = lambda self, serving, linger_s, version: version  # type: ignore[method-assign]
 
 
 def _no_lease() -> None:
