@@ -104,8 +104,8 @@ class ClaimConnection:
     Attributes:
         ring: the id of the ring.
         served: where the ring is at the moment, for who follows it; its ports may change.
-        left: payloads that the rank of its demands has not consumed, whoever has claimed them, as of the last answer;
-            None: the writer has not said its end.
+        left: payloads, claimed or not, that the rank of its demands has not consumed, as of the last answer; None: the
+            writer has not said its end.
     """
 
     def __init__(self, link: Link, client: ClaimConnections) -> None:

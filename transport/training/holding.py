@@ -122,8 +122,8 @@ class Holding:
         self._rank = rank
         self._consumer = consumer
         self._held: dict[Identity, _Held] = {}
-        self._answers: list[_Answer] = []  # that nobody was told yet
-        self._asked: list[tuple[ClaimedRows, _Group]] = []  # of rings elsewhere, whose answers nobody was told yet
+        self._answers: list[_Answer] = []  # that were not passed to `settle`'s function yet
+        self._asked: list[tuple[ClaimedRows, _Group]] = []  # of rings elsewhere, likewise
         self._closed = False
 
     def __repr__(self) -> str:
