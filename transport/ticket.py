@@ -29,6 +29,7 @@ from transport import _ring
 from transport.errors import RankError, SchemaError, TicketError
 from transport.group import EndOf, GroupOf, ended_group, group_of, users_own
 from transport.schema import MAX_BYTES, MAX_TENSORS, NOTHING, PayloadLayout, Placement, Schema
+from transport.wires import MAX_ADDRESSES
 
 Identity: TypeAlias = tuple[str, int, int]
 """Ring id, slot and generation of a payload."""
@@ -40,7 +41,6 @@ _ORIGIN_BYTES: Final = 80  # of its name and value, which a restored payload has
 MAX_ENCODED_BYTES: Final = _ring.NOTE_CAPACITY - _ORIGIN_BYTES  # a slot keeps its ticket beside the payload
 MAX_METADATA_BYTES: Final = 1024
 MAX_JSON_BYTES: Final = 16 * _ring.NOTE_CAPACITY  # names and escapes make JSON longer, but not by more
-MAX_ADDRESSES: Final = 16
 ORIGIN: Final = "transport.origin"  # in the metadata of a restored payload: the id that it had first
 NO_SCHEMA: Final = "0" * 32  # the fingerprint of a ring that takes any payload, and of a slot without fields
 

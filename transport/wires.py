@@ -17,6 +17,7 @@ from transport.errors import UsageError, WireNotAllowedError
 
 Wire = Literal["mapped", "shm", "tcp", "rdma", "cuda"]
 WIRES: tuple[Wire, ...] = get_args(Wire)
+MAX_ADDRESSES = 16  # of a server, in its tickets
 
 # Chosen by measurement for endpoints with error handling on.
 _CHOSEN = {

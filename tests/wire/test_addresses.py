@@ -8,7 +8,6 @@ import pytest
 
 from transport.client.connections.pool import port_of
 from transport.errors import UsageError
-from transport.ticket import MAX_ADDRESSES
 from transport.wire import addresses
 from transport.wire.addresses import (
     advertised,
@@ -19,6 +18,7 @@ from transport.wire.addresses import (
     listened_on,
     rdma_interfaces,
 )
+from transport.wires import MAX_ADDRESSES
 
 HEADER = "Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT\n"
 

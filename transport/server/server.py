@@ -31,11 +31,10 @@ from transport.runtime.arguments import several
 from transport.server.process import ListenerConfig
 from transport.server.running import OneThread, Processes
 from transport.settings import DEFAULTS, Settings
-from transport.ticket import MAX_ADDRESSES
 from transport.wire.addresses import advertised, is_ipv6, is_loopback, listened_on
 from transport.wire.authentication import checked_secret
 from transport.wire.library import library
-from transport.wires import Wire, named_wires
+from transport.wires import MAX_ADDRESSES, Wire, named_wires
 
 log = logging.getLogger(__name__)
 

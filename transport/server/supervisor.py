@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import os
 import signal
 import sys
 import time
@@ -258,6 +259,8 @@ class Supervisor:
                 "transport.server.process",
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
+                # ucxx imports numpy, whose OpenBLAS would start a thread for each core
+                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
             )
             async with asyncio.timeout(_START_TIMEOUT_S):
                 config = msgspec.structs.replace(self._config.listener, port=served.port)

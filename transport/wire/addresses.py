@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Final
 
 from transport.errors import UsageError
-from transport.ticket import MAX_ADDRESSES
 from transport.wire.interfaces import addresses_of
+from transport.wires import MAX_ADDRESSES
 
 LOOPBACK = "127.0.0.1"
 LOOPBACK_IPV6 = "::1"
