@@ -20,6 +20,7 @@ from fake_cupy import fake_cupy
 from frameworks import Frameworks
 from hypothesis import HealthCheck, settings
 from mounts import own_shared_memory
+from prepared import prepared
 
 from transport.testing import ResourceSnapshot, mark_descendants, run
 
@@ -73,11 +74,12 @@ def warm_up() -> Iterator[None]:
     mark_descendants()
     run(asyncio.sleep(0))
     resource_tracker.ensure_running()  # multiprocessing's helper process and the pipe to it
-    gc.collect()
-    gc.freeze()  # keeps the searches of the leak check, and of every collection, among what tests make
-    gc.enable()
-    yield
-    gc.unfreeze()
+    with prepared():
+        gc.collect()
+        gc.freeze()  # keeps the searches of the leak check, and of every collection, among what tests make
+        gc.enable()
+        yield
+        gc.unfreeze()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -16,7 +16,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 from helpers import Child, eventually
-from interrupted_lines import Interrupted
+from interrupted_lines import at_each_line, interrupts
 
 with warnings.catch_warnings():  # of the framework and of what it imports
     warnings.simplefilter("ignore")
@@ -183,15 +183,12 @@ def test_areals_workers_that_start_with_the_pages_file_pass_tensors_by_ticket(tm
             eventually(cleared, "the tensor is freed where it was returned")
 
 
-def test_a_ring_that_is_interrupted_at_any_line_of_its_start_leaves_no_listener() -> None:
+@at_each_line
+def test_a_ring_that_is_interrupted_at_any_line_of_its_start_leaves_no_listener(first: int) -> None:
     before = threading.enumerate()
-    at, interrupted = 0, True
-    while interrupted:
-        at += 1
+    for interrupt in interrupts(first, ("transport.adapters.areal",)):
         backend = adapter.RingBackend(mode="thread", addresses=("127.0.0.1",))
-        interrupt = Interrupted(at, ("transport.adapters.areal",))
         with interrupt:
             backend._made(4096)
-        interrupted = interrupt.left <= 0
         backend.close()
-        assert threading.enumerate() == before, at
+        assert threading.enumerate() == before, interrupt.at

@@ -5,10 +5,20 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from pathlib import Path
 
 import pytest
-from helpers import NETWORK, Child, asynchronous, eventually, listener_pids, noise, settings_with, states, until
+from helpers import (
+    NETWORK,
+    Child,
+    asynchronous,
+    eventually,
+    listener_pids,
+    noise,
+    settings_with,
+    state_of,
+    states,
+    until,
+)
 from loopback import LOOPBACK
 from patience import PATIENCE
 
@@ -49,10 +59,6 @@ async def main():
                 print(type(error).__name__, flush=True)
 uvloop.run(main())
 """
-
-
-def state_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def test_a_client_that_stops_in_the_middle_of_a_payload_is_left_and_another_one_reads_it() -> None:

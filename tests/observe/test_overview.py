@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from helpers import Child
+from helpers import Child, stop
 
 from transport import BlockingClient, SharedRingBuffer, UCXXServer
 from transport.cli import run
@@ -143,8 +143,7 @@ def test_a_forked_child_does_not_keep_a_client_visible() -> None:
 def test_a_stopped_client_does_not_hold_the_others_up() -> None:
     with Child(CLIENT) as child, BlockingClient():
         assert child.line() == "ready"
-        child.process.send_signal(signal.SIGSTOP)
-        os.waitpid(child.process.pid, os.WUNTRACED)  # until it has stopped
+        stop(child.process.pid)
         try:
             found = [client.pid for client in status_socket.clients()]
         finally:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from claimed import consumed
 from helpers import Child, eventually
-from interrupted_lines import Interrupted
+from interrupted_lines import at_each_line, interrupts
 from packers import Worker
 
 from transport import FoundRings, _ring, open_rings
@@ -175,47 +175,47 @@ def test_a_ring_taken_over_keeps_its_payloads() -> None:
     worker.cleanup_ucxx()
 
 
-def test_a_cleanup_that_is_interrupted_at_any_line_is_finished_by_the_next_one() -> None:
+@pytest.mark.nightly(keep=1)
+@at_each_line
+def test_a_cleanup_that_is_interrupted_at_any_line_is_finished_by_the_next_one(first: int) -> None:
     of = ("transport.packer", "transport.server", "transport.ring.buffer", "transport.ring.attachment")
-    at, interrupted = 0, True
-    while interrupted:
-        at += 1
-        interrupt = Interrupted(at, of)
+    for interrupt in interrupts(first, of):
         worker = Worker()
         ring = worker.setup_ucxx(SCHEMA, slots=2, mode="thread")
         with SharedRingBuffer.attach(ring.name, role="observer") as seen:
             with interrupt:
                 worker.cleanup_ucxx()
-            interrupted = interrupt.left <= 0
             worker.cleanup_ucxx()
-            assert seen.native.ended, at
-            assert ring.native.closed and ring.name not in _ring.segments(), at
+            assert seen.native.ended, interrupt.at
+            assert ring.native.closed and ring.name not in _ring.segments(), interrupt.at
 
 
+@pytest.mark.nightly(keep=6)
+@at_each_line
 @pytest.mark.parametrize("place", ["host", "given", "directory"])
 @pytest.mark.parametrize("wires", ["mapped", "tcp"])
 def test_a_set_up_that_is_interrupted_at_any_line_was_never_a_rollout(
-    wires: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    wires: str, place: str, first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Trainers that have looked meanwhile do not wait for its end."""
     monkeypatch.setenv("TRANSPORT_WIRES", wires)
     url = f"rings:set-up-{secrets.token_hex(4)}-" if place != "directory" else f"rings+sqlite:///{tmp_path}/store"
-    at, set_up = 0, False
-    while not set_up:
-        at += 1
+    seen: list[FoundRings] = []
+
+    def meets() -> bool:
+        return seen[-1].take_parts(1, 0.05, consumer="a trainer") == [] and seen[-1].has_met_rings()
+
+    for interrupt in interrupts(first, ("transport.packer.rollout", "transport.store.directory"), meets):
         worker = Worker()
         with open_rings(url) as rings:
-
-            def meets(rings: FoundRings = rings) -> bool:
-                return rings.take_parts(1, 0.05, consumer="a trainer") == [] and rings.has_met_rings()
-
-            with Interrupted(at, ("transport.packer.rollout", "transport.store.directory"), meets):
+            seen.append(rings)
+            with interrupt:
                 worker.setup_ucxx(SCHEMA, rings if place == "given" else url, slots=2, mode="thread")
-            set_up = bool(worker.ports)  # behind the last line that may fail
-            assert set_up or not meets(), at
-            if set_up:
+            if worker.ports:  # behind the last line that may fail
                 eventually(meets, "a trainer meets it")
-    worker.cleanup_ucxx()
+                worker.cleanup_ucxx()
+                break
+            assert not meets(), interrupt.at
 
 
 def test_a_set_up_that_fails_leaves_a_ring_that_it_took_over_with_its_end() -> None:

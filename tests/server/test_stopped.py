@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from pathlib import Path
 
 import pytest
-from helpers import eventually
+from helpers import eventually, state_of
 from loopback import LOOPBACK
 
 from transport import SharedRingBuffer, UCXXServer
@@ -27,10 +26,6 @@ def supervisor_of(server: UCXXServer) -> subprocess.Popen[bytes]:
 
 def listeners_of(ring: SharedRingBuffer) -> list[int]:
     return [owner.pid for owner in ring.native.owners() if owner.alive and is_listener(owner.pid)]
-
-
-def state_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 @pytest.mark.parametrize("whom", ["listener", "supervisor", "both"])

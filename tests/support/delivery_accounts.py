@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from detour import Detour
-from helpers import NETWORK, Child, Elsewhere, eventually, parent_of
+from helpers import NETWORK, Child, Elsewhere, eventually, parent_of, stop
 from patience import PATIENCE
 from told import MARKED, PROGRAM, SETTINGS
 
@@ -101,8 +101,7 @@ class Told(Child):
 
     def stop(self) -> None:
         """SIGSTOP, and wait until it does not run."""
-        os.kill(self.pid, signal.SIGSTOP)
-        os.waitpid(self.pid, os.WUNTRACED)
+        stop(self.pid)
 
     def resume(self) -> None:
         """It runs again."""

@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 from loopback import EVERYWHERE, FAMILY, LOOPBACK
 from patience import ENVIRONMENT, PATIENCE
+from prepared import PreparedPython
 
 from transport import SharedRingBuffer, SlotState, Ticket, UCXXServer
 from transport.schema import Schema
@@ -267,15 +268,16 @@ class Child:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("UCX")}
         path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
         own = {"PYTHONPATH": path, **ENVIRONMENT, **(env or {})}
-        words = [sys.executable, "-c", code, *map(str, arguments)]
-        self.process = subprocess.Popen(
-            words if host is None else host.command("env", *(f"{name}={value}" for name, value in own.items()), *words),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
-            env={**inherited, **own},
-        )
+        environment = {**inherited, **own}
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": stderr}
+        self.process: subprocess.Popen[str]
+        if host is None and not any(name.startswith("LD_") for name in own):  # these are for the loader
+            self.process = PreparedPython(code, *map(str, arguments), env=environment, **pipes)
+        else:
+            words = [sys.executable, "-c", code, *map(str, arguments)]
+            if host is not None:
+                words = host.command("env", *(f"{name}={value}" for name, value in own.items()), *words)
+            self.process = subprocess.Popen(words, text=True, env=environment, **pipes)
 
     def line(self) -> str:
         """The next line that it prints; the test's watchdog bounds the wait. Fails when it ended instead."""
@@ -325,15 +327,29 @@ def listener_pids(ring: SharedRingBuffer) -> dict[int, int]:
     return {owner.port: owner.pid for owner in ring.native.owners() if owner.alive and owner.port}
 
 
+def _status(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
 def parent_of(pid: int) -> int:
     """Parent of a process that exists."""
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return int(_status(pid)[1])
+
+
+def state_of(pid: int) -> str:
+    """State of a process that exists; T: it is stopped."""
+    return _status(pid)[0]
+
+
+def stop(pid: int) -> None:
+    """SIGSTOP, and wait until it does not run."""
+    os.kill(pid, signal.SIGSTOP)
+    eventually(lambda: state_of(pid) == "T", "it has stopped")
 
 
 def is_running(pid: int) -> bool:
     """Whether the process exists and has not ended; one that has ended may still wait for its parent."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return state_of(pid) not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
         return False
-    return state not in "ZX"

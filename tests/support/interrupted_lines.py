@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
+
+import pytest
+
+_CASES = 3
+
+# Every case interrupts at the ``first`` line and each third one after it: see `interrupts`.
+at_each_line = pytest.mark.parametrize("first", range(1, 1 + _CASES))
+
+
+def interrupts(first: int, of: tuple[str, ...], look: Callable[[], object] = lambda: None) -> Iterator[Interrupted]:
+    """A block's interrupts at each third line, from the ``first`` to the one that comes behind its end."""
+    for at in itertools.count(first, _CASES):
+        yield (interrupt := Interrupted(at, of, look))
+        if interrupt.left > 0:
+            break
+    assert at > 2 * _CASES, "these modules are not what the block runs"
 
 
 class Interrupted:
@@ -14,11 +31,12 @@ class Interrupted:
     ``look`` is called before the interrupt.
 
     Attributes:
+        at: the line.
         left: lines that were left to run; above 0: the block has ended without the interrupt.
     """
 
     def __init__(self, at: int, of: tuple[str, ...], look: Callable[[], object] = lambda: None) -> None:
-        self.left = at
+        self.at = self.left = at
         self._of = of
         self._look = look
 

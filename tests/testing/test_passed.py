@@ -37,9 +37,10 @@ def test_what_passed_is_left_out_and_nothing_else(tmp_path: Path, workers: str) 
     (tmp_path / "test_it.py").write_text(TESTS)
 
     def run(there: str) -> tuple[int, str]:
-        options = ["-p", "passed", "--passed", "there/passed", "-p", "no:cacheprovider", workers]
+        options = ["-p", "xdist", "-p", "passed", "--passed", "there/passed", "-p", "no:cacheprovider", workers]
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-        environment = {**inherited, "PYTHONPATH": str(SUPPORT), "THERE": there}
+        alone = {"PYTHONPATH": str(SUPPORT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+        environment = {**inherited, **alone, "THERE": there}
         done = subprocess.run(
             [sys.executable, "-m", "pytest", *options], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True
         )

@@ -12,7 +12,7 @@ import pytest
 from found_rings import LONG_S, HereAndElsewhere, ring_of
 from helpers import Child, cut_connections, eventually, free, on_loop
 from holdings import HOLDER, answers_of, held_by, holding_of, identities, settled
-from interrupted_lines import Interrupted
+from interrupted_lines import at_each_line, interrupts
 from takes import broken_between
 
 from transport import Schema, SharedRingBuffer, UCXXServer, UpTo, _ring
@@ -292,30 +292,27 @@ def test_a_ring_whose_slots_wait_for_groups_says_so(prefix: str, wire: str) -> N
         assert by_ring(holding) == {} and rings.crowded(0.0) == []
 
 
+@pytest.mark.nightly(keep=2)
+@at_each_line
 def test_a_close_that_is_interrupted_at_any_line_is_finished_by_the_next_one(
-    ring: SharedRingBuffer, prefix: str, wire: str
+    ring: SharedRingBuffer, prefix: str, wire: str, first: int
 ) -> None:
     write(ring, 3)
-    at, interrupted = 0, True
-    while interrupted:
-        at += 1
-        interrupt = Interrupted(at, (Holding.__module__,))
+    for interrupt in interrupts(first, (Holding.__module__,)):
         with holding_of(prefix, wire, [SCHEMA]) as holding:
             assert {each.in_vain for each in held_by(holding, 3)} == {0}
             with interrupt:
                 holding.close()
-            interrupted = interrupt.left <= 0
             holding.close()
-            eventually(lambda: ring.native.depth(0)["ready"] == 3, f"all went back, interrupted at line {at}")
+            eventually(lambda: ring.native.depth(0)["ready"] == 3, f"all went back, interrupted at line {interrupt.at}")
 
 
+@pytest.mark.nightly(keep=2)
+@at_each_line
 def test_answers_are_told_again_when_the_call_that_told_them_was_interrupted_at_any_line(
-    ring: SharedRingBuffer, holding: Holding
+    ring: SharedRingBuffer, holding: Holding, first: int
 ) -> None:
-    at, interrupted = 0, True
-    while interrupted:
-        at += 1
-        interrupt = Interrupted(at, (Holding.__module__,))
+    for interrupt in interrupts(first, (Holding.__module__,)):
         write(ring, 3)
         kept, *asked = identities(held_by(holding, 3))
         holding.consume(asked)
@@ -323,9 +320,8 @@ def test_answers_are_told_again_when_the_call_that_told_them_was_interrupted_at_
         told: dict[Identity, bool | None] = {}
         with interrupt:
             holding.settle(told.update)
-        interrupted = interrupt.left <= 0
         told.update(settled(holding, 2 - len(told)))
-        assert told == dict.fromkeys(asked, True) and holding.identities == [kept], at
+        assert told == dict.fromkeys(asked, True) and holding.identities == [kept], interrupt.at
         holding.discard([kept], "it is not needed")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import threading
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from found_rings import LONG_S, ring_of
 from helpers import NETWORK_WIRE, cut_connections, eventually, on_loop
-from interrupted_lines import Interrupted
+from interrupted_lines import at_each_line, interrupts
 
 from transport import Schema, SharedRingBuffer, Trainer, UCXXServer
 from transport.errors import TransportError
@@ -72,80 +73,81 @@ def test_a_trainer_that_cannot_be_made_leaves_neither_loop_nor_client(wrong: dic
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("transport")]
 
 
+@pytest.mark.nightly(keep=2)
+@at_each_line
 @both
 def test_a_close_that_is_interrupted_at_any_line_is_finished_by_the_next_one(
-    ring: SharedRingBuffer, prefix: str, wire: str
+    ring: SharedRingBuffer, prefix: str, wire: str, first: int
 ) -> None:
     of = ("transport.training", "transport.claims.batch", "transport.claims.taken_part")
     ring.write({"x": np.int64(0)})
-    at, interrupted = 0, True
-    while interrupted:
-        at += 1
-        interrupt = Interrupted(at, of)
+    for closed, interrupt in enumerate(interrupts(first, of), 1):
+        at = interrupt.at
         record = ConsumedRecord()
         trainer = Trainer(SCHEMA, f"rings:{prefix}", wire={wire}, record=record)  # type: ignore[arg-type]
-        ring.write({"x": np.int64(at)})
-        first, second = trainer.take(1, LONG_S), trainer.take(1, LONG_S)
-        assert first is not None and second is not None
-        assert second.in_vain.tolist() == [0], at
-        first.consume()
+        ring.write({"x": np.int64(closed)})
+        consumed, returned = trainer.take(1, LONG_S), trainer.take(1, LONG_S)
+        assert consumed is not None and returned is not None
+        assert returned.in_vain.tolist() == [0], at
+        consumed.consume()
         with interrupt:
             trainer.close()
-        interrupted = interrupt.left <= 0
         trainer.close()
         assert len(record) == 1, at
         assert trainer.statistics().client.links_in_use == 0 and not trainer._dropped.alive, at
         eventually(lambda: ring.native.depth(0)["ready"] == 1, "what was not consumed can be claimed")
-        assert ring.native.depth(0)["done"] == at
+        assert ring.native.depth(0)["done"] == closed
 
 
+@pytest.mark.nightly(keep=1)
+@at_each_line
 def test_a_take_that_is_interrupted_at_any_line_gives_every_payload_to_a_later_one(
-    ring: SharedRingBuffer, prefix: str
+    ring: SharedRingBuffer, prefix: str, first: int
 ) -> None:
-    at, interrupted = 0, True
-    while interrupted:
-        at += 1
-        interrupt = Interrupted(at, ("transport.claims.network", "transport.claims.taken_part"))
+    for interrupt in interrupts(first, ("transport.claims.network", "transport.claims.taken_part")):
         with Trainer(SCHEMA, f"rings:{prefix}", wire={NETWORK_WIRE}) as trainer:  # type: ignore[arg-type]
             ring.write_many([{"x": np.int64(number)} for number in range(4)])
             assert trainer.take(4) is None
             eventually(lambda: ring.native.depth(0)["claimed"] == 4, "they have come, in one part")
             with interrupt:
                 trainer.take(2, LONG_S)  # what it returns is dropped, and goes back
-            interrupted = interrupt.left <= 0
             accepted: list[int] = []
             while len(accepted) < 4:
                 batch = trainer.take(2, LONG_S)
-                assert batch is not None, at
+                assert batch is not None, interrupt.at
                 batch.consume()
                 accepted += [int(each["x"]) for each, ours in zip(batch, batch.accepted, strict=True) if ours]
-            assert sorted(accepted) == [0, 1, 2, 3], at
+            assert sorted(accepted) == [0, 1, 2, 3], interrupt.at
 
 
 @pytest.mark.slow
-def test_a_batch_whose_answers_are_noted_again_after_an_interrupt_at_any_line_is_counted_once(prefix: str) -> None:
+@pytest.mark.nightly(keep=2)
+@at_each_line
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_batch_whose_answers_are_noted_again_after_an_interrupt_at_any_line_is_counted_once(
+    prefix: str, first: int, lost: bool
+) -> None:
     of = ("transport.training", ConsumedRecord.__module__)
-    at, interrupted = 0, True
     with (
         SharedRingBuffer.create(SCHEMA, slots=4, prefix=prefix) as ring,
         UCXXServer(ring, mode="thread") as server,
         Trainer(SCHEMA, f"rings:{prefix}", wire={NETWORK_WIRE}) as trainer,  # type: ignore[arg-type]
     ):
-        while interrupted:
-            at += 1
-            interrupted = False
-            ring.write({"x": np.int64(at)})
-            for lost in (True, False):
+        for number, interrupt in enumerate(interrupts(first, of), 1):
+            ring.write({"x": np.int64(number)})
+            if lost:
                 batch = trainer.take(1, LONG_S)
                 assert batch is not None
-                if lost:
-                    on_loop(server, partial(cut_connections, server))
+                on_loop(server, partial(cut_connections, server))
                 batch.consume()
-                interrupt = Interrupted(at, of)
                 with interrupt:
                     assert len(batch.accepted) == 1
-                interrupted = interrupted or interrupt.left <= 0
-                assert batch.accepted.tolist() == [not lost]
+                assert batch.accepted.tolist() == [False]
+            batch = trainer.take(1, LONG_S)
+            assert batch is not None
+            batch.consume()
+            with contextlib.nullcontext() if lost else interrupt:
+                assert len(batch.accepted) == 1
+            assert batch.accepted.tolist() == [True]
             counted = trainer.statistics()
-            assert (counted.consumed, counted.lost_claims) == (at, at)
-    assert at > 10
+            assert (counted.consumed, counted.lost_claims) == (number, number if lost else 0)

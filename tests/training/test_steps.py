@@ -21,7 +21,7 @@ import pytest
 from claimed import claim_each
 from found_rings import LONG_S, ring_of
 from helpers import PATIENCE_S, Child, cut_connections, eventually, in_thread, on_loop
-from interrupted_lines import Interrupted
+from interrupted_lines import at_each_line, interrupts
 
 from transport import Rollout, Schema, SharedRingBuffer, UCXXServer, UpTo, open_rings
 from transport.claims import lead
@@ -710,26 +710,22 @@ def test_what_was_consumed_does_not_come_again_when_the_close_was_interrupted(
         assert sorted([seen, *learned(trainer, 1)]) == [[0] * 4, [1] * 4]
 
 
+@pytest.mark.nightly(keep=1)
+@at_each_line
 def test_a_step_whose_consume_was_interrupted_at_any_line_is_in_the_record_when_it_is_repeated(
-    ring: SharedRingBuffer, prefix: str
+    ring: SharedRingBuffer, prefix: str, first: int
 ) -> None:
-    of = (ConsumedRecord.__module__,)
-    at, interrupted = 0, True
     with trainer_of(prefix) as trainer:
         steps = iter(trainer.steps(1))
-        while interrupted:
-            at += 1
-            write(ring, f"p{at}", 1)
+        for interrupt in interrupts(first, (ConsumedRecord.__module__,)):
+            write(ring, f"p{interrupt.at}", 1)
             step = next(steps)
             step.accept()
-            interrupt = Interrupted(at, of)
             with interrupt:
                 trainer.consume()
-            interrupted = interrupt.left <= 0
             trainer.consume()
             record = trainer.record
-            assert not any(record.accept(*delivery) for delivery in step.deliveries), at
-    assert at > 10
+            assert not any(record.accept(*delivery) for delivery in step.deliveries), interrupt.at
 
 
 def test_the_end_of_a_group_lasts_as_long_as_its_samples(ring: SharedRingBuffer, prefix: str, wire: str) -> None:
@@ -1046,11 +1042,12 @@ def test_a_planner_that_is_started_again_waits_for_no_lease() -> None:
         assert not before.lead() and other.lead()
 
 
-def test_a_close_that_is_interrupted_at_any_line_consumes_what_was_learned_and_forgets_it(prefix: str) -> None:
-    at, interrupted = 0, True
-    while interrupted:
-        at += 1
-        interrupt = Interrupted(at, (Planner.__module__, Holding.__module__))
+@pytest.mark.nightly(keep=1)
+@at_each_line
+def test_a_close_that_is_interrupted_at_any_line_consumes_what_was_learned_and_forgets_it(
+    prefix: str, first: int
+) -> None:
+    for interrupt in interrupts(first, (Planner.__module__, Holding.__module__)):
         with MemoryStore() as store, ring_of(prefix, schema=SCHEMA, slot_bytes=None) as ring:
             trainer = trainer_of(prefix, mesh=Mesh(store=store))
             ring.write({"tokens": np.arange(1, dtype=np.int32)})
@@ -1062,9 +1059,8 @@ def test_a_close_that_is_interrupted_at_any_line_consumes_what_was_learned_and_f
             step.consume()
             with interrupt:
                 trainer.close()
-            interrupted = interrupt.left <= 0
             trainer.close()
-            assert ring.native.depth(0)["done"] == 1 and not records.standing(), at
+            assert ring.native.depth(0)["done"] == 1 and not records.standing(), interrupt.at
 
 
 def test_a_planner_whose_leave_was_interrupted_leaves_with_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:

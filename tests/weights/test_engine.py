@@ -18,7 +18,7 @@ import mounts
 import numpy as np
 import pytest
 from helpers import Child, asynchronous, leaving_at_once
-from interrupted_lines import Interrupted
+from interrupted_lines import at_each_line, interrupts
 from weights_engines import BUCKET, TOTAL, build, engine, engines, sizes, transfer
 from weights_members import checksum_of, version_of
 
@@ -448,19 +448,17 @@ async def test_a_bucket_whose_publishing_was_cancelled_does_not_keep_its_slot() 
         await asyncio.to_thread(sender.close)
 
 
-def test_a_sender_that_is_interrupted_at_any_line_of_its_start_leaves_no_listener() -> None:
+@pytest.mark.nightly(keep=1)
+@at_each_line
+def test_a_sender_that_is_interrupted_at_any_line_of_its_start_leaves_no_listener(first: int) -> None:
     before = threading.enumerate()
-    at, interrupted = 0, True
-    while interrupted:
-        at += 1
+    for interrupt in interrupts(first, ("transport.weights.transfer.bucket_sender",)):
         sender = BucketSender(1, address="127.0.0.1")
         sender.begin(Feed(sender.lost), ["child"])
-        interrupt = Interrupted(at, ("transport.weights.transfer.bucket_sender",))
         with interrupt:
             sender.provide([BUCKET])
-        interrupted = interrupt.left <= 0
         sender.close()
-        assert threading.enumerate() == before, at
+        assert threading.enumerate() == before, interrupt.at
 
 
 @asynchronous

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from helpers import Child
-from interrupted_lines import Interrupted
+from interrupted_lines import at_each_line, interrupts
 
 from transport.errors import (
     CheckpointDamagedError,
@@ -545,18 +545,15 @@ def test_a_ring_without_room_puts_nothing(saved: tuple[Path, TensorDict]) -> Non
 
 
 @pytest.mark.slow
-def test_a_ring_that_is_interrupted_at_any_line_of_its_start_leaves_no_listener() -> None:
+@at_each_line
+def test_a_ring_that_is_interrupted_at_any_line_of_its_start_leaves_no_listener(first: int) -> None:
     before = threading.enumerate()
-    at, interrupted = 0, True
-    while interrupted:
-        at += 1
+    for interrupt in interrupts(first, ("transport.adapters.transferqueue.rings",)):
         rings = Rings(StorageOptions(ring_bytes=1 << 16), None)
-        interrupt = Interrupted(at, ("transport.adapters.transferqueue.rings",))
         with interrupt:
-            rings._make(pack(["a"], [[at]], 0, 1), [], 0)
-        interrupted = interrupt.left <= 0
+            rings._make(pack(["a"], [[interrupt.at]], 0, 1), [], 0)
         rings.leave()
-        assert threading.enumerate() == before, at
+        assert threading.enumerate() == before, interrupt.at
 
 
 PINS = """
