@@ -361,6 +361,7 @@ def test_all_is_written_whichever_connections_hold_it(prefix: str, monkeypatch: 
             ring.write_raw(b"any")
             held_by(holding, 1)
         assert len({each.claims.connection for each in holding._held.values() if isinstance(each, _There)}) > 1
+        monkeypatch.undo()
         ring.end_data()
         eventually(lambda: holding.take(1, 0.0) == [] and holding.all_written(), "all is held")
 
