@@ -242,7 +242,8 @@ lint: $(VENV)/installed ## ruff, mypy, docstrings, names of classes, imports of 
 	@$(WAITING) mypy 30 $(BIN)/mypy
 	@MYPYPATH=.:tests/support:benchmarks/cluster:benchmarks/harness $(WAITING) "mypy benchmarks" 10 $(BIN)/mypy $(wildcard benchmarks/*.py)
 	@MYPYPATH=. $(WAITING) "mypy benchmarks/job" 10 $(BIN)/mypy --explicit-package-bases -p benchmarks.job -m benchmarks.peers.loopback -m benchmarks.peers.plot
-	@for each in harness soak cluster teardown weights gpu; do MYPYPATH=.:benchmarks/harness:benchmarks/weights:benchmarks/$$each \
+	@for each in harness soak cluster teardown weights gpu simulation; do \
+	  MYPYPATH=.:benchmarks/harness:benchmarks/weights:benchmarks/$$each:tests/support \
 	  $(WAITING) "mypy benchmarks/$$each" 10 $(BIN)/mypy benchmarks/$$each || exit 1; done
 
 PYTHONS := 3.11 3.12 3.13

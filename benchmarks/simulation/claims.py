@@ -70,7 +70,7 @@ class Claims:
 
     def _taken(self, demand: Demand) -> Rows:
         token = demand.link.number
-        rows = []
+        rows: list[Any] = []
         while self._ready and len(rows) < demand.n and token not in self._ended:
             _, where = heapq.heappop(self._ready)
             if where not in self._sequence or where in self._held:

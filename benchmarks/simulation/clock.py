@@ -45,7 +45,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self.jump.now
 
-    def call_at(
+    def call_at(  # type: ignore[override]  # the types of arguments are the callback's
         self, when: float, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
     ) -> asyncio.TimerHandle:
         handle = asyncio.TimerHandle(when, callback, args, self, context)
@@ -53,7 +53,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         heapq.heappush(self._timers, (when, next(self._order), handle))
         return handle
 
-    def call_later(
+    def call_later(  # type: ignore[override]
         self, delay: float, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
     ) -> asyncio.TimerHandle:
         return self.call_at(self.jump.now + delay, callback, *args, context=context)

@@ -76,7 +76,7 @@ class Host:
 
     @property
     def cut(self) -> bool:
-        return self.world.now < self.cut_until
+        return bool(self.world.now < self.cut_until)
 
     # --- the ring -----------------------------------------------------------------------------------------
     def write(self) -> Ticket | None:
@@ -299,7 +299,12 @@ class SimLink:
         """A TAKE: the listener answers when something is ready."""
         number = self.next_number + 1
         self._puts[number] = put
-        self.forward(token, lambda: self.host.claims.ask(Demand(self, number, n), wait_s) or _LATER)
+
+        def ask() -> Any:
+            self.host.claims.ask(Demand(self, number, n), wait_s)
+            return _LATER
+
+        self.forward(token, ask)
         return number
 
     def answer_later(self, number: int, found: Any) -> None:

@@ -74,7 +74,7 @@ def _never_healed() -> None:
     def best(self: Any, ports: Any, now: float, turn: int = 0) -> Any:
         return next((port for port in ports if not self.is_quarantined(port, now)), ("10.255.255.255", 1))
 
-    PortQuarantine.failed = failed  # type: ignore[method-assign]
+    PortQuarantine.failed = failed  # type: ignore[method-assign, assignment]
     PortQuarantine.best = best  # type: ignore[method-assign]
     PortQuarantine.succeeded = lambda *_: None  # type: ignore[method-assign]
 
@@ -89,7 +89,11 @@ def _never_lost() -> None:
 
 def _lost_at_once() -> None:
     original = Finder.__init__
-    Finder.__init__ = lambda self, directory: original(self, directory, grace_s=0.0)  # type: ignore[method-assign]
+
+    def made(self: Any, directory: Any) -> None:
+        original(self, directory, grace_s=0.0)
+
+    Finder.__init__ = made  # type: ignore[method-assign, assignment]
     Directory.publish_again = lambda self, serving, linger_s, version: version  # type: ignore[method-assign]
 
 
@@ -163,7 +167,7 @@ def _elected_by_arrival() -> None:
         names = list(dict.fromkeys(clients))
         return tuple(names[: checkpointers(len(names))])
 
-    members.elect = elect
+    members.elect = elect  # type: ignore[attr-defined]
 
 
 def _ended_again() -> None:
@@ -206,7 +210,7 @@ def _out_of_reach(code: int, *, when: bool) -> Callable[[], None]:
             codes = await original(self, broken, rows, served, again)
             return codes if when else [code if each == OUT_OF_REACH else each for each in codes]
 
-        Outcomes.of = of  # type: ignore[method-assign]
+        Outcomes.of = of  # type: ignore[method-assign, assignment]
 
     return plant
 

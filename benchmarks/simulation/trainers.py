@@ -135,8 +135,9 @@ class Trainer(TrainerProcess):
                 world.accounts.note(f"refused {shown(ticket.identity)}")  # the lease had ended: somebody else has it
                 return
             world.accounts.train(ticket.identity)
-            world.trained_by[ticket.ring, ticket.slot] = ticket.generation, self, self.born
-            self.record.accept(*ticket.identity, 0)
+            ring, slot, generation = ticket.identity
+            world.trained_by[ring, slot] = generation, self, self.born
+            self.record.accept(ring, slot, generation, 0)
             self.last_trained = world.now
             self.client.ack(ticket)
         except TransportError as error:

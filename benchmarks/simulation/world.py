@@ -145,7 +145,7 @@ class World:
             self.over = True
             for trainer in self.trainers:
                 trainer.kill()
-            left = asyncio.all_tasks() - {asyncio.current_task()}  # type: ignore[arg-type]  # of clients, too
+            left = asyncio.all_tasks() - {asyncio.current_task()}  # of clients, too
             for task in left:
                 task.cancel()
             await asyncio.gather(*left, return_exceptions=True)
@@ -198,7 +198,7 @@ class World:
         """What a claim with a timeout does; also at its end, since a payload may be ready again by then."""
         waiter = self.loop.create_future()
         self.waiters.append(waiter)
-        timer = self.loop.call_later(limit_s, lambda: waiter.done() or waiter.set_result(None))
+        timer = self.loop.call_later(limit_s, lambda: None if waiter.done() else waiter.set_result(None))
         try:
             await waiter
         finally:
@@ -379,8 +379,8 @@ class World:
         self._check_memory()
         for trainer in self.trainers:
             for task in trainer.tasks:
-                if task.done() and not task.cancelled() and task.exception() is not None:
-                    raise task.exception()  # type: ignore[misc]
+                if task.done() and not task.cancelled():
+                    task.result()
         if self.failures:
             raise self.failures[0]
         last = max(self.accounts.oldest, *(trainer.last_trained for trainer in self.trainers))
