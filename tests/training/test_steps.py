@@ -21,6 +21,7 @@ import pytest
 from claimed import claim_each
 from found_rings import LONG_S, ring_of
 from helpers import PATIENCE_S, Child, cut_connections, eventually, in_thread, on_loop
+from holdings import holding_of
 from interrupted_lines import at_each_line, interrupts
 
 from transport import Rollout, Schema, SharedRingBuffer, UCXXServer, UpTo, open_rings
@@ -42,10 +43,12 @@ from transport.packer.consumed_record import ConsumedRecord
 from transport.store.base import Entry
 from transport.store.memory import MemoryStore
 from transport.training import planner
+from transport.training.counts import StepCounts
 from transport.training.holding import Holding
+from transport.training.learned import Learned
 from transport.training.mesh import Mesh
 from transport.training.micro_batch import MicroBatch
-from transport.training.planner import Planner
+from transport.training.planner import Planner, StepTerms
 from transport.training.step_records import PlannedPart, PlannedStep, StepRecords
 from transport.training.steps import Step
 from transport.training.trainer import Trainer
@@ -783,6 +786,44 @@ def test_an_end_holds_for_a_rank_only_while_no_step_became_void_since_it_was_sai
         planner.end(2, [0])
         end = other.wait(2, 0.0)
         assert end is not None and other.is_the_end(end)
+
+
+def test_a_planner_that_another_rank_follows_while_it_takes_back_an_end_holds_nothing(
+    ring: SharedRingBuffer, prefix: str, wire: str
+) -> None:
+    for value in range(3):
+        write(ring, f"p{value}", value)
+    ring.end_data()
+    with MemoryStore() as store, holding_of(prefix, wire, [SCHEMA]) as holding:
+        records, other = (StepRecords(store, "mesh", rank, 2, 60.0) for rank in range(2))
+        led = Planner(
+            holding,
+            records,
+            StepTerms(groups=2),
+            shape=(2, 1),
+            rank=0,
+            oldest=lambda: None,
+            fits=lambda _: None,
+            lead=Mock(),
+            learned=Learned(None, ConsumedRecord()),
+            counts=StepCounts(),
+        )
+
+        def all_are_read() -> bool:
+            led.turn()
+            standing = records.standing()
+            for step, state in standing:
+                for each in (records, other) if state == "planned" and not step.ends else ():
+                    each.has_read(step.number)
+            return bool(standing) and standing[-1].step.ends
+
+        eventually(all_are_read, "the end is said")
+        other.take_back_vote(0)
+        other.cannot_read(0, "it is gone", [])
+        store.delete("mesh/mesh/planner")  # its lease ends while the store takes its time
+        assert other.lead()
+        eventually(lambda: not led.turn(), "another rank plans")
+        assert not len(holding)
 
 
 def test_steps_are_learned_in_their_order(ring: SharedRingBuffer, prefix: str) -> None:

@@ -184,6 +184,8 @@ class Planner:
         self._look_at_steps()
         if self._end is not None and not self._voids & self._done <= self._end_voids:
             self._take_back_end(self._end)
+        if not self._term:  # another rank plans, and what is held is that one's to take
+            return
         written = self._holding.all_written()  # before the look at what came
         changed = self._take(0.0 if self._may_plan() and self._enough() else _SLICE_S)
         now = time.monotonic()
