@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from found_rings import LONG_S
 from helpers import NETWORK, NETWORK_WIRE, Child, dead_port, eventually
@@ -60,7 +61,11 @@ def test_what_a_killed_rollout_left_is_found_for_as_long_as_it_is_served(
             batch.consume()
             assert batch.accepted.all()
         del batch
-    eventually(lambda: segment not in _ring.segments(), "the ring goes with its last payload")
+        eventually(
+            lambda: trainer.take(1, 0.05) is None and segment not in _ring.segments(),
+            "the ring goes with its last payload",
+        )
+        assert not rings.not_counted(), "nobody serves it, and a snapshot lacks nothing"
 
 
 def test_a_killed_rollout_that_is_not_reached_any_more_is_not_waited_for(directory: Directory) -> None:
@@ -77,3 +82,22 @@ def test_a_killed_rollout_that_is_not_reached_any_more_is_not_waited_for(directo
         )
         assert not trainer.rings.finished()
         assert not trainer.rings.finished(2)
+
+
+def test_a_killed_rollout_of_another_host_that_is_not_reached_any_more_is_missing_nowhere(
+    directory: Directory, tmp_path: Path
+) -> None:
+    with (
+        dead_port() as port,
+        FoundRings(InDirectory(directory)) as rings,
+        Trainer(SCHEMA, rings, wire=NETWORK) as trainer,
+        SQLiteStore(tmp_path / "store.db") as store,
+    ):
+        killed = Serving(ring="1" * 32, host="another", addresses=(LOOPBACK,), ports=(port,))
+        living = msgspec.structs.replace(killed, ring="2" * 32)
+        directory.publish(killed, 1000 * LONG_S)
+        Directory(store, lease_s=1000 * LONG_S).publish(living)
+        eventually(
+            lambda: trainer.take(1, 0.05) is None and rings.not_counted().keys() == {living.ring},
+            "a snapshot need not have it",
+        )

@@ -357,7 +357,8 @@ class InDirectory(Discovery):
                     each.addresses, each.ports, ring, self._segments.get(ring, "") if ring in self._here else None
                 )
                 for ring, each in self._known.items()
-                if ring not in mapped
+                # Who has seen its segment go knows that nobody serves it, however long its record lasts.
+                if ring not in mapped and (ring in self._segments or ring not in self._observed.ends)
             }
             self._made = made_of, served
         return served

@@ -405,13 +405,23 @@ class FoundRings:
             there, waiting = self._network.ended()
             ended |= {ring: said or ended.get(ring, False) for ring, said in there.items()}
             served = {place.ring for place in self._served().values() if place.ring}
-            directory = self.places.directory  # which names the rings of killed rollouts for as long as they may last
-            lost = set() if directory is None else self._network.unreached(directory.lease_s) - waiting
+            lost = self._lost()
             ended = dict.fromkeys(lost & served, False) | ended
             living |= waiting | {ring for ring in served - lost if not ended.get(ring)}
         if mapped:
             living |= self._left_out().keys()
         return {ring: said for ring, said in ended.items() if said or ring not in replaced}, living
+
+    def _lost(self) -> set[str]:
+        """Return the rings that no connection has reached for a lease's time.
+
+        A directory names those of killed rollouts for as long as they may last.
+        """
+        directory, networks = self.places.directory, list(self._networks.values())
+        if directory is None:
+            return set()
+        reached = set().union(*(each.ended()[1] for each in networks))
+        return set().union(*(each.unreached(directory.lease_s) for each in networks)) - reached
 
     def has_met_rings(self) -> bool:
         """Return whether a ring was met, which may be there, have ended, or have been killed."""
@@ -553,7 +563,10 @@ class FoundRings:
     def not_counted(self) -> dict[str, RingAddress]:
         """Return the rings, by id, whose hosts alone know their depth and failures: they cannot be seen from here."""
         self._check_open()
-        return self._here.elsewhere()
+        elsewhere, directory = self._here.elsewhere(), self.places.directory
+        lost = sorted(self._lost() & elsewhere.keys())
+        gone = directory.absent(lost) if directory is not None and lost else []  # a living rollout's are in question
+        return {ring: place for ring, place in elsewhere.items() if ring not in gone}
 
     # --- notices --------------------------------------------------------------------------------------
     def announce(self, topic: str, version: int, payload: bytes = b"") -> bool:
