@@ -11,10 +11,11 @@ from found_rings import LONG_S
 from helpers import NETWORK, NETWORK_WIRE, Child, dead_port, eventually
 from loopback import LOOPBACK
 
-from transport import FoundRings, Schema, Trainer, _ring
+from transport import FoundRings, Schema, SharedRingBuffer, Trainer, UCXXServer, _ring
 from transport.claims.places import InDirectory
+from transport.settings import DEFAULTS
 from transport.store import SQLiteStore
-from transport.store.directory import Directory, Serving
+from transport.store.directory import Announcement, Directory, Serving
 from transport.ticket import host_identity
 from transport.wires import Wire
 
@@ -101,3 +102,30 @@ def test_a_killed_rollout_of_another_host_that_is_not_reached_any_more_is_missin
             lambda: trainer.take(1, 0.05) is None and rings.not_counted().keys() == {living.ring},
             "a snapshot need not have it",
         )
+
+
+def test_a_rollout_whose_listeners_admit_no_other_trainer_is_not_taken_for_a_killed_one(directory: Directory) -> None:
+    full = msgspec.structs.replace(DEFAULTS, connections_per_listener=1)
+    with (
+        SharedRingBuffer.create(SCHEMA, slots=8) as ring,
+        UCXXServer(ring, mode="thread", addresses=(LOOPBACK,), settings=full) as server,
+        Announcement(directory, ring, server),
+        FoundRings(InDirectory(directory)) as rings,
+        FoundRings(InDirectory(directory)) as others,
+        Trainer(SCHEMA, others, wire=NETWORK) as other,
+        dead_port() as port,
+        Trainer(SCHEMA, rings, wire=NETWORK) as trainer,
+    ):
+
+        def fails(ring: str) -> bool:
+            assert trainer.take(1, 0.05) is None
+            return ring in trainer.rings._network.reached(0, named=False, met=False).faults
+
+        eventually(lambda: other.take(1, 0.05) is None and other.rings.slots(), "the other one is connected")
+        eventually(lambda: fails(ring.ring_id), "this one is refused")
+        killed = Serving(ring="1" * 32, host="another", addresses=(LOOPBACK,), ports=(port,))
+        directory.publish(killed, 1000 * LONG_S)
+        directory.end("2" * 32, bytes.fromhex(SCHEMA.fingerprint))
+        eventually(lambda: fails(killed.ring), "nobody is there")
+        eventually(lambda: fails(killed.ring) and not rings.not_counted(), "and for a lease's time")
+        assert not trainer.rings.finished(1)

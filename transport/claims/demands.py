@@ -28,6 +28,7 @@ from transport.errors import (
     BusyError,
     ConnectionLostError,
     InternalError,
+    LinkError,
     RingEndedError,
     TransportError,
     UnreachableError,
@@ -55,7 +56,7 @@ class _Known:
     __slots__ = ("failing", "fault", "port", "ring")
 
     def __init__(self) -> None:
-        self.failing = float("inf")  # since when it cannot be connected to
+        self.failing = float("inf")  # since when nobody of its ring answers
         self.fault: TransportError | None = None  # why it is not connected
         self.ring = ""  # that was last connected to
         self.port: PortKey | None = None  # that was last tried
@@ -131,7 +132,7 @@ class Demands:
         return any(place.fault is None and name not in self._connected for name, place in list(self._known.items()))
 
     def unreached(self, for_s: float) -> set[str]:
-        """Return the places that could not be connected to for so long."""
+        """Return the places where nobody of their rings has answered for so long."""
         since = time.monotonic() - for_s
         return {name for name, place in list(self._known.items()) if place.failing <= since}
 
@@ -257,7 +258,9 @@ class Demands:
                 self._takers.lost(name, time.monotonic())
                 self._turn()
                 return
-            known.fault, known.failing = error, min(known.failing, time.monotonic())
+            known.fault = error
+            silent = isinstance(error, LinkError | WrongRingError)  # who refuses is there, an own fault says nothing
+            known.failing = min(known.failing, time.monotonic()) if silent else float("inf")
             if (before := self._log_limit.due()) is not None:
                 more = f" ({before} more failures since the last report)" if before else ""
                 log.warning("cannot take payloads from %s, and tries again: %s%s", name, error, more)

@@ -262,7 +262,7 @@ class NetworkSource:
         return ended, living
 
     def unreached(self, for_s: float) -> set[str]:
-        """Return the places that no demand could be connected to for so long."""
+        """Return the places where no demand was answered by anybody of their rings for so long."""
         return set().union(*(of.demands.unreached(for_s) for of in list(self._ranks.values())))
 
     def left(self, rank: int | str) -> dict[str, int]:

@@ -413,7 +413,7 @@ class FoundRings:
         return {ring: said for ring, said in ended.items() if said or ring not in replaced}, living
 
     def _lost(self) -> set[str]:
-        """Return the rings that no connection has reached for a lease's time.
+        """Return the rings of which nobody has answered for a lease's time.
 
         A directory names those of killed rollouts for as long as they may last.
         """
