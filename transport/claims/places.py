@@ -352,13 +352,14 @@ class InDirectory(Discovery):
         made_of = self._reads, frozenset(mapped), tuple(self._segments.items())
         before, served = self._made
         if made_of != before:
+            # Who has seen its segment go knows that nobody serves it, however long its record lasts.
+            gone = self._here & self._observed.ends.keys() - self._segments.keys()
             served = {
                 ring: RingAddress(
                     each.addresses, each.ports, ring, self._segments.get(ring, "") if ring in self._here else None
                 )
                 for ring, each in self._known.items()
-                # Who has seen its segment go knows that nobody serves it, however long its record lasts.
-                if ring not in mapped and (ring in self._segments or ring not in self._observed.ends)
+                if ring not in mapped and ring not in gone
             }
             self._made = made_of, served
         return served
