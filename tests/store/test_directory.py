@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import secrets
@@ -16,7 +17,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 from claimed import consumed
-from helpers import dead_port, eventually, in_thread
+from helpers import PATIENCE_S, dead_port, eventually, in_thread
 from helpers import serving as ring_served
 from store_proxy import HangingStore
 
@@ -236,6 +237,30 @@ def test_a_read_ends_in_its_time_where_the_store_of_the_directory_hangs() -> Non
             client.read(msgspec.structs.replace(TICKET, ports=(dead,)), timeout=0.5)
         assert not store.gave_up
         store.close()
+
+
+def test_reads_of_a_ring_wait_for_one_lookup_where_the_store_of_the_directory_hangs() -> None:
+    store = HangingStore(MemoryStore())
+    finder = Finder(Directory(store), grace_s=10)
+    failure = UnreachableError("nobody there")
+
+    async def read_twice(most_s: float) -> list[Ticket | None]:
+        return await asyncio.gather(*(finder.after(TICKET, failure, most_s) for _ in range(2)))
+
+    async def reads() -> None:
+        store.hangs = True
+        for _ in range(2):
+            assert await read_twice(0.0) == [None, None]
+        assert sum("find" in thread.name for thread in threading.enumerate()) == 1
+        store.hangs = False
+        store.close()
+        eventually(lambda: not any("find" in thread.name for thread in threading.enumerate()), "it answers")
+        Directory(store).publish(serving())
+        moved = await read_twice(PATIENCE_S)
+        assert [each.ports for each in moved if each is not None] == [serving().ports] * 2
+        finder.end()
+
+    run(reads())
 
 
 # --- real processes ----------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Container, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
@@ -276,6 +277,7 @@ class Finder:
         self._grace_s = directory.lease_s * 2 / 3 if grace_s is None else grace_s
         self._known: dict[str, Serving] = {}
         self._absent: dict[str, _Absence] = {}
+        self._asked: dict[str, asyncio.Future[Serving | None]] = {}  # lookups under way, by ring
         self._watch: asyncio.Task[None] | None = None  # while any ring is absent
         self._ended = False
 
@@ -350,7 +352,7 @@ class Finder:
         """
         try:
             async with asyncio.timeout(None if most_s == float("inf") else max(most_s, LEAST_ANSWER_S)):
-                serving = await in_thread(self._directory.find, ticket.ring)
+                serving = await asyncio.shield(self._find(ticket.ring))
             return self.found(ticket, serving, self._clock())
         except PayloadLostError as lost:
             raise lost from error
@@ -360,6 +362,20 @@ class Finder:
         finally:
             if self._watch is None and not self._ended and self.watched(self._clock()):
                 self._watch = asyncio.get_running_loop().create_task(self._look(), name="transport directory")
+
+    def _find(self, ring: str) -> asyncio.Future[Serving | None]:
+        """Look a ring up, once for all who ask meanwhile: where the store hangs, each would have a thread that does."""
+        asked = self._asked.get(ring)
+        if asked is None or asked.done():
+            asked = self._asked[ring] = in_thread(self._directory.find, ring)
+            asked.add_done_callback(partial(self._answered, ring))
+        return asked
+
+    def _answered(self, ring: str, asked: asyncio.Future[Serving | None]) -> None:
+        if self._asked.get(ring) is asked:
+            del self._asked[ring]
+        if not asked.cancelled():
+            asked.exception()  # retrieved, also where nobody waits any more
 
     async def _look(self) -> None:
         """Look again and again for what was absent, until nothing is."""
