@@ -25,7 +25,7 @@ from transport.client import client as client_module
 from transport.client.connections import links
 from transport.errors import PayloadLostError, StoreUnavailableError, TransportError
 from transport.settings import DEFAULTS, Settings
-from transport.store.directory import LEASE_S, Directory, Serving
+from transport.store.directory import LEASE_S, Directory, Published, Serving
 from transport.store.memory import MemoryStore
 from transport.ticket import Ticket
 
@@ -229,7 +229,7 @@ class World:
     async def _serve(self, host: Host) -> None:
         """What `Announcement` does, on this host's way to the store."""
         directory = Directory(self.store)
-        version: int | None = None
+        version: Published | None = None
         published = ""
         wait_s = self.rng.uniform(0.001, 0.01)
         while True:
@@ -245,7 +245,7 @@ class World:
                         version = None
                     if version is None:
                         version = directory.publish(serving)
-                    else:
+                    elif not directory.renew(host.ring, 0.0, version):
                         version = directory.publish_again(serving, 0.0, version) or version
                     if self.now - self.renewed.get(host.number, self.now) >= LOST_AFTER_S:
                         self.silent_until[host.number] = self.now

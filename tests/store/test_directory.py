@@ -77,9 +77,9 @@ def test_a_ring_that_is_published_again_has_not_ended(store: SQLiteStore) -> Non
 def test_what_is_published_is_found_until_it_is_withdrawn(store: SQLiteStore) -> None:
     directory = Directory(store)
     assert directory.find(RING) is None
-    version = directory.publish(serving())
+    published = directory.publish(serving())
     assert directory.find(RING) == serving()
-    directory.withdraw(RING, version)
+    directory.withdraw(RING, published)
     assert directory.find(RING) is None
 
 
@@ -88,6 +88,7 @@ def test_a_later_server_replaces_an_earlier_one_and_not_the_reverse(store: SQLit
     old = directory.publish(serving())
     new = directory.publish(serving(ports=(6000,)))
     assert directory.publish_again(serving(), 0.0, old) is None
+    assert not directory.renew(RING, 0.0, old)
     directory.withdraw(RING, old)
     assert directory.find(RING) == serving(ports=(6000,))
     assert directory.publish_again(serving(ports=(6001,)), 0.0, new)
@@ -98,13 +99,14 @@ def test_a_ring_outlives_the_record_of_its_writer_that_nobody_renews_by_its_ling
     now = 0.0
     with SQLiteStore(tmp_path / "store.db", clock=lambda: now) as store:
         directory = Directory(store, lease_s=30)
-        version = directory.publish(serving(), 300)
+        published = directory.publish(serving(), 300)
         now = 29.0
-        version = directory.publish_again(serving(), 300, version)
+        assert directory.renew(RING, 300, published)
         now = 58.0
         assert (directory.find(RING), directory.all()) == (serving(), [serving()])
         now = 59.0
         assert (directory.find(RING), directory.all()) == (None, [serving()])
+        assert not directory.renew(RING, 300, published)
         now = 358.0
         assert directory.all() == [serving()]
         now = 359.0
@@ -113,9 +115,9 @@ def test_a_ring_outlives_the_record_of_its_writer_that_nobody_renews_by_its_ling
 
 def test_a_server_whose_record_has_ended_withdraws_its_ring(store: SQLiteStore) -> None:
     directory = Directory(store)
-    version = directory.publish(serving(), 300)
+    published = directory.publish(serving(), 300)
     store.delete(f"servers/{RING}")  # as its lease ends
-    directory.withdraw(RING, version)
+    directory.withdraw(RING, published)
     assert directory.all() == []
 
 

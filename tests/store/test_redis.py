@@ -25,6 +25,7 @@ from transport.errors import (
     StoreUnsuitableError,
 )
 from transport.store import ABSENT, Change, Entry, RedisStore, open_store
+from transport.store.directory import Directory, Serving
 
 pytestmark = needs_redis
 
@@ -197,6 +198,19 @@ def test_leases_are_renewed_on_a_server_without_memory() -> None:
             store.put("b", b"1")
         assert store.renew({"a": version, "b": version}, 600) == {"a"}
         assert store.get("a") == Entry(b"1", version)
+
+
+def test_a_living_ring_stays_published_on_a_server_without_memory_and_wakes_no_watcher() -> None:
+    import redis
+
+    living = Serving(ring="ab" * 16, host="h", addresses=("10.0.0.1",), ports=(7001,))
+    with redis_server() as server, RedisStore(place(server)) as store, redis.Redis(port=server.port) as client:
+        directory = Directory(store)
+        published = directory.publish(living, 300)
+        records = store.scan("")
+        client.config_set("maxmemory", 1)
+        assert directory.renew(living.ring, 300, published)
+        assert store.scan("") == records  # a change would be another version, and wake all
 
 
 def test_a_wrong_password_is_refused_without_showing_it() -> None:

@@ -27,7 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import msgspec
 
@@ -83,6 +83,13 @@ class Serving(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     def moved(self, ticket: Ticket) -> Ticket:
         """Return the ticket with this server's addresses and ports. TicketError if they make no valid ticket."""
         return msgspec.structs.replace(ticket, host=self.host, addresses=self.addresses, ports=self.ports)
+
+
+class Published(NamedTuple):
+    """Versions of the two records of a server."""
+
+    server: int
+    ring: int
 
 
 class Ended(msgspec.Struct, frozen=True, array_like=True):
@@ -143,24 +150,35 @@ class Directory:
         """Return the rings whose writers have said their end within the last hour."""
         return {key.removeprefix(_ENDED): end for key, end in decode_each(Ended, self._store.scan(_ENDED)).items()}
 
-    def publish(self, serving: Serving, linger_s: float = 0.0) -> int:
-        """Publish a server that starts, with a new lease, whatever is there: a ring has one writer at a time.
+    def publish(self, serving: Serving, linger_s: float = 0.0) -> Published:
+        """Publish a server that starts, with new leases, whatever is there: a ring has one writer at a time.
 
-        Its ring is found for ``linger_s`` longer. Returns the record's version. ConfigurationError: the store is on
-        another host, and would tell others of loopback alone.
+        Its ring is found for ``linger_s`` longer. ConfigurationError: the store is on another host, and would tell
+        others of loopback alone.
         """
-        version = self._write(serving, linger_s, None)
-        assert version is not None  # nothing was expected
-        return version
+        published = self._write(serving, linger_s, None)
+        assert published is not None  # nothing was expected
+        return published
 
-    def publish_again(self, serving: Serving, linger_s: float, version: int) -> int | None:
-        """Publish as `publish`, in place of the record that this server has published, or of none.
+    def publish_again(self, serving: Serving, linger_s: float, published: Published) -> Published | None:
+        """Publish as `publish`, in place of the records that this server has published, or of none.
 
-        None: there is another one.
+        None: there are others.
         """
-        return self._write(serving, linger_s, version) or self._write(serving, linger_s, ABSENT)
+        return self._write(serving, linger_s, published.server) or self._write(serving, linger_s, ABSENT)
 
-    def _write(self, serving: Serving, linger_s: float, expected: int | None) -> int | None:
+    def renew(self, ring: str, linger_s: float, published: Published) -> bool:
+        """Restart the leases of a server's records, which wakes nobody, and which a full store can do, too.
+
+        False: they are gone, or another server's.
+        """
+        server = self._store.renew({_PREFIX + ring: published.server}, self.lease_s)
+        return bool(server and self._store.renew({_RINGS + ring: published.ring}, self._lasts_s(linger_s)))
+
+    def _lasts_s(self, linger_s: float) -> float:
+        return min(self.lease_s + linger_s, LONGEST_LEASE_S)
+
+    def _write(self, serving: Serving, linger_s: float, expected: int | None) -> Published | None:
         if all(map(is_loopback, serving.addresses)) and (own := self._store.reached_from()) is not None:
             raise ConfigurationError(
                 f"ring {serving.ring[:8]} would be found at {', '.join(serving.addresses)}, where other hosts reach "
@@ -170,15 +188,15 @@ class Directory:
         versions = self._store.put_many(
             [
                 Change(_PREFIX + serving.ring, record, expected, self.lease_s),
-                Change(_RINGS + serving.ring, record, None, min(self.lease_s + linger_s, LONGEST_LEASE_S)),
+                Change(_RINGS + serving.ring, record, None, self._lasts_s(linger_s)),
                 Change(_ENDED + serving.ring, None),  # of the writer before, whose file this one has
             ]
         )
-        return None if versions is None else versions[0]
+        return None if versions is None else Published(*versions[:2])
 
-    def withdraw(self, ring: str, version: int | None) -> None:
+    def withdraw(self, ring: str, published: Published | None) -> None:
         """Remove a server's records, unless they were replaced. None: whatever is there."""
-        for expected in (version, ABSENT):
+        for expected in (None if published is None else published.server, ABSENT):
             if self._store.put_many([Change(_PREFIX + ring, None, expected), Change(_RINGS + ring, None)]) is not None:
                 return
 
@@ -191,8 +209,8 @@ class Announcement:
         self._server = server
         self._ring = ring.ring_id
         self._written = ring
-        self._published = self._serving()
-        self._version: int | None = None  # of the record; None: it is not known whether there is one
+        self._said = self._serving()
+        self._published: Published | None = None  # None: it is not known whether there is anything
         self._withdrawn = False
         self._ended = Flag()
         self._pid = os.getpid()
@@ -200,7 +218,7 @@ class Announcement:
 
     def start(self) -> Self:
         """Publish the record. Raises the store's errors; where it fails later, that is logged and tried again."""
-        self._version = self._directory.publish(self._published, self._server.linger_s)
+        self._published = self._directory.publish(self._said, self._server.linger_s)
         threads.start(self._thread)
         return self
 
@@ -219,15 +237,17 @@ class Announcement:
         failures = LoggedErrors(log, f"publishing ring {self._ring[:8]} again")
         while not self._ended.wait(self._directory.lease_s / 3):
             with failures:
-                serving = self._serving()
+                serving, linger_s = self._serving(), self._server.linger_s
                 if not serving.ports:  # the server is being closed, and is published until it is withdrawn
-                    serving = self._published
-                assert self._version is not None
-                version = self._directory.publish_again(serving, self._server.linger_s, self._version)
-                if version is None:
+                    serving = self._said
+                assert self._published is not None
+                if serving == self._said and self._directory.renew(self._ring, linger_s, self._published):
+                    continue
+                published = self._directory.publish_again(serving, linger_s, self._published)
+                if published is None:
                     log.warning("another server has published ring %s; trying again later", self._ring[:8])
                 else:
-                    self._version, self._published = version, serving
+                    self._published, self._said = published, serving
 
     def close(self) -> None:
         """Stop, and withdraw the record if the store answers. Idempotent. Nothing in a forked child."""
@@ -240,7 +260,7 @@ class Announcement:
             try:
                 if self._written.data_ended:  # before it is gone, so that no trainer sees neither
                     self._directory.end(self._ring, self._written.fingerprint)
-                self._directory.withdraw(self._ring, self._version)
+                self._directory.withdraw(self._ring, self._published)
             except TransportError as error:
                 log.warning(
                     "withdrawing ring %s failed, it stays published until its lease ends: %s", self._ring[:8], error
