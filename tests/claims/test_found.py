@@ -16,7 +16,7 @@ from helpers import NETWORK, NETWORK_WIRE, Child, eventually, free
 from loopback import FAMILY, LOOPBACK
 from packers import SCHEMA, Worker, write
 
-from transport import ClientOptions, FoundRings, Schema, SharedRingBuffer, Trainer, UCXXServer, open_rings
+from transport import ClientOptions, FoundRings, Schema, SharedRingBuffer, Trainer, UCXXServer, _ring, open_rings
 from transport._ring import MAX_OWNERS, ROLE_READER
 from transport.claims.deliveries import QueueDepth
 from transport.claims.mapped import RingsOfHost
@@ -36,6 +36,13 @@ from transport.wire.addresses import host_port
 pytestmark = pytest.mark.ucx
 both = pytest.mark.parametrize("wire", ["mapped", NETWORK_WIRE])
 
+SETTING_UP = """
+import sys
+from transport import SharedRingBuffer
+ring = SharedRingBuffer.create(slots=2, slot_bytes=8, prefix=sys.argv[1], begins=False)
+print(ring.name, flush=True)
+sys.stdin.readline()
+"""
 ANNOUNCER = """
 import sys
 from transport import open_rings
@@ -353,3 +360,11 @@ def test_notices_of_one_host_outlive_an_announcer_while_another_lives(prefix: st
             assert not second.announce("policy", 3)
         assert not OnThisHost(f"notices-{prefix}").segments()
         assert reader.latest("policy") is None
+
+
+def test_the_ring_of_a_rollout_that_was_killed_in_its_set_up_goes_where_a_trainer_finds_it(prefix: str) -> None:
+    with open_rings(f"rings:{prefix}") as rings, Child(SETTING_UP, prefix) as rollout:
+        segment = rollout.line()
+        assert not take(rings, 1) and segment in _ring.segments()
+        rollout.kill()
+        eventually(lambda: not take(rings, 1) and segment not in _ring.segments(), "it is removed")

@@ -11,6 +11,7 @@ from typing import Final, TypeVar
 
 from transport import _ring
 from transport.errors import ClosedError, RingNotFoundError, TransportError
+from transport.ring.attachment import file_of, remove_if_dead
 from transport.ring.buffer import SharedRingBuffer, attached_reader, open_here, share_here
 from transport.ticket import Ticket, host_identity
 
@@ -78,7 +79,9 @@ class AttachedRings:
             self.leave_ended()  # their memory stays allocated while it is mapped
             try:
                 ring = attached_reader(name)
-            except RingNotFoundError:  # gone, or being made
+            except RingNotFoundError:  # gone, or being set up
+                if not file_of(name):  # a file waits for its next run
+                    remove_if_dead(name, only_empty=True)  # whose writer was killed meanwhile
                 self._refused[name, None] = now + _LOOK_AGAIN_S, ""
                 return None
             except TransportError as error:
