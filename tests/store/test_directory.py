@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 from claimed import consumed
-from helpers import PATIENCE_S, dead_port, eventually, in_thread
+from helpers import PATIENCE_S, Child, dead_port, eventually, in_thread
 from helpers import serving as ring_served
 from store_proxy import HangingStore
 
@@ -266,6 +266,47 @@ def test_reads_of_a_ring_wait_for_one_lookup_where_the_store_of_the_directory_ha
 
 
 # --- real processes ----------------------------------------------------------------------------------
+HANGS = """
+from helpers import eventually
+from store_proxy import HangingStore
+from transport import ClientOptions, UCXXDataPackerMixin
+from transport.client.blocking import BlockingClient
+from transport.errors import TransportError
+from transport.settings import Settings
+from transport.store.directory import Directory
+from transport.store.memory import MemoryStore
+from transport.ticket import Ticket
+
+class Hangs(HangingStore):
+    patience_s = None
+    hung = 0
+
+    def call(self, *arguments):
+        self.hung += self.hangs
+        return super().call(*arguments)
+
+of = dict(ring="ab" * 16, host="", addresses=("127.0.0.1",), ports=(1,))
+ticket = Ticket(**of, slot=0, generation=1, key=7, size=4, created=0.0)
+store, packer = Hangs(MemoryStore()), UCXXDataPackerMixin()
+directory = Directory(store, lease_s=0.01)
+with BlockingClient(wire={"tcp"}, settings=Settings(attempts_per_read=1), directory=directory) as client:
+    try:
+        client.read(ticket)  # whose ring is looked for from now on
+    except TransportError:
+        store.hangs = True
+    packer.setup_ucxx_packer(client=ClientOptions(directory=directory))  # which looks for rings to connect to
+    eventually(lambda: store.hung == 2, "both look")
+packer.cleanup_ucxx_packer()
+print("over", flush=True)
+"""
+
+
+def test_a_process_ends_while_the_store_of_the_directory_hangs() -> None:
+    with Child(HANGS) as reader:
+        assert reader.line() == "over"
+        assert reader.wait() == 0
+
+
 WORKER = textwrap.dedent("""
     import signal, sys, numpy as np
     from transport.store.directory import Directory

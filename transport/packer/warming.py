@@ -11,6 +11,7 @@ import logging
 
 from transport.client.client import UCXXClient
 from transport.errors import TransportError
+from transport.runtime.blocking_calls import in_thread
 from transport.store.directory import Directory
 from transport.ticket import host_identity
 from transport.wire.addresses import host_port, loopback_of
@@ -28,7 +29,7 @@ async def warm_up(client: UCXXClient, directory: Directory | None) -> None:
         while not client.statistics().reads:
             if directory is None:
                 return
-            places = await asyncio.to_thread(known_places, directory)
+            places = await in_thread(known_places, directory)
             if places and await client.warm(*places):
                 return
             await asyncio.sleep(pause_s)

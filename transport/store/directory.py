@@ -407,7 +407,7 @@ class Finder:
                     if not (rings := self.watched(self._clock())):
                         return
                     try:
-                        absent = await asyncio.to_thread(self._directory.absent, rings)
+                        absent = await in_thread(self._directory.absent, rings)
                     except ClosedError:
                         return
                     self.looked(rings, set(absent), self._clock())
