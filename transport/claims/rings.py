@@ -418,10 +418,10 @@ class FoundRings:
         A directory names those of killed rollouts for as long as they may last.
         """
         directory, networks = self.places.directory, list(self._networks.values())
-        if directory is None:
-            return set()
-        reached = set().union(*(each.ended()[1] for each in networks))
-        return set().union(*(each.unreached(directory.lease_s) for each in networks)) - reached
+        lost: set[str] = set()
+        if directory is not None:
+            lost.update(*(each.unreached(directory.lease_s) for each in networks))
+        return lost.difference(*(each.ended()[1] for each in networks)) if lost else lost
 
     def has_met_rings(self) -> bool:
         """Return whether a ring was met, which may be there, have ended, or have been killed."""
