@@ -304,7 +304,10 @@ class Ring:
     def only_serve(self) -> None: ...
     @property
     def takers(self) -> int:
-        """Connections that take from this ring at the moment, which hear the end by their next demand."""
+        """Connections that have asked for payloads and live. They hear the end by their next demand, and leave."""
+    @property
+    def pending(self) -> int:
+        """Payloads that are unread; of a drained ring the `takers`, which are yet to hear that it is."""
 
     # --- waiting -----------------------------------------------------------------------------------
     def freed_event(self) -> int:

@@ -411,6 +411,7 @@ void bind_ring(nb::module_& module) {
       .def("end_data", &Ring::end_data)
       .def("only_serve", &Ring::only_serve)
       .def_prop_ro("takers", &Ring::takers)
+      .def_prop_ro("pending", &Ring::pending)
 
       .def("freed_event", [](const Ring& ring) { return seen(ring.freed()); })
       .def(

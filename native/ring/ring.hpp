@@ -194,7 +194,10 @@ class Ring {
   // --- consumers over the network (finishes.hpp) ---
   int open_taker(std::uint64_t token);  // -1: as many connections as have room take from this ring already
   void close_taker(int index);
-  unsigned takers() const;  // connections that take from this ring at the moment
+  unsigned takers() const;  // connections that have asked this ring for payloads, at the moment
+  // What it is still to be served for: payloads that are unread; when it is drained, takers, since each leaves when it has
+  // heard that.
+  std::uint64_t pending() const;
   // What became of a claim that the connection had finished when it broke. Nothing more is accepted of it afterwards.
   Outcome outcome(std::uint64_t token, const ClaimId& claim);
   // CLOCK_MONOTONIC when the earliest delay ends that the last look for this rank came upon; the largest number: none.

@@ -260,6 +260,8 @@ bool Ring::drained() const {
   return ended() && state_counts()[static_cast<std::size_t>(State::writing)] + unread() == 0;
 }
 
+std::uint64_t Ring::pending() const { return drained() ? takers() : unread(); }
+
 // --- keeping and removing ------------------------------------------------------------------------
 
 bool Ring::keep() {

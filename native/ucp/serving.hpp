@@ -255,8 +255,8 @@ class Connection : public Deferred {
   void count_as(Counter carried) { carried_ = carried; }
   std::size_t waiting() const { return waiting_; }  // demands
 
-  // End attempts that were acknowledged through other listeners.
-  void end_consumed();
+  // End attempts that were acknowledged through other listeners, or whose payload was given up: how many.
+  long end_consumed();
   // End reads whose `sent_by` is before `before`, and all claims if their holder is gone by its own lease (`holder_gone`):
   // how many. -1, and nothing ended, when the bytes of one are not through: UCX is in its slot, so that only `close`
   // ends it.

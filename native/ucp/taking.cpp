@@ -47,6 +47,7 @@ void TakeReply::find_copied() {
 // --- demands ----------------------------------------------------------------------------------------
 void Service::take(Connection& connection, std::uint32_t number, const Record& record) {
   connection.expect_no_more();
+  open_taker(connection);  // before any answer: from now on it is to hear the end
   const std::uint64_t now = monotonic_ns();
   Demand demand{&connection,
                 number,
@@ -71,7 +72,7 @@ void Service::take(Connection& connection, std::uint32_t number, const Record& r
     look();
 }
 
-// Where what becomes of its claims is noted.
+// Where what becomes of its claims is noted, and by which a writer that closes knows of it.
 void Service::open_taker(Connection& connection) {
   if (connection.taker_ < 0)
     connection.taker_ = ring_.open_taker(taker_token(connection.tag_base_, connection.client_base_));
@@ -91,7 +92,6 @@ Service::Served Service::serve(Demand& demand) {
   }
   claimed_.clear();
   claimed_.reserve(asked.most);
-  open_taker(connection);
   try {
     if (ring_.claim(asked, claimed_) == 0) return Served::nothing;
     FAULT_POINT("demand.claimed");

@@ -145,7 +145,7 @@ async def test_a_listener_whose_writer_and_supervisor_have_ended_stops(
     fails_once(Lifetime, "tick")
     stop = asyncio.Event()
     settings = settings_with(heartbeat_s=0.01)
-    native = SimpleNamespace(sequence=0, keeper_alive=False, supervised=False, unread=0)
+    native = SimpleNamespace(sequence=0, keeper_alive=False, supervised=False, pending=0)
     await _stop_when_orphaned(SimpleNamespace(native=native), Lifetime(0.0), settings, stop)  # type: ignore[arg-type]
     assert stop.is_set()
 

@@ -64,20 +64,20 @@ def test_lifetime(story: str) -> None:
     lifetime = Lifetime(linger_s=10)
     assert lifetime.phase is SERVING
     for now, alive, unread, expected in STORIES[story]:
-        assert lifetime.tick(now, writer_alive=alive, unread=unread, sequence=3) is expected, f"at {now}"
+        assert lifetime.tick(now, writer_alive=alive, pending=unread, sequence=3) is expected, f"at {now}"
         assert lifetime.phase is expected
 
 
 def test_without_lingering_unread_payloads_hold_nothing_up() -> None:
-    assert Lifetime(linger_s=0).tick(5, writer_alive=False, unread=9, sequence=9) is STOP
+    assert Lifetime(linger_s=0).tick(5, writer_alive=False, pending=9, sequence=9) is STOP
 
 
 def test_a_writer_that_came_and_went_between_two_looks_has_linger_s_of_its_own() -> None:
     lifetime = Lifetime(linger_s=10)
-    assert lifetime.tick(0, writer_alive=GONE, unread=3, sequence=3) is LINGERING
-    assert lifetime.tick(15, writer_alive=GONE, unread=4, sequence=5) is LINGERING  # it took the ring over, and wrote
+    assert lifetime.tick(0, writer_alive=GONE, pending=3, sequence=3) is LINGERING
+    assert lifetime.tick(15, writer_alive=GONE, pending=4, sequence=5) is LINGERING  # it took the ring over, and wrote
     assert lifetime.gives_up_to == 0
-    assert lifetime.tick(25, writer_alive=GONE, unread=4, sequence=5) is STOP
+    assert lifetime.tick(25, writer_alive=GONE, pending=4, sequence=5) is STOP
     assert lifetime.gives_up_to == 5
 
 

@@ -6,14 +6,15 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 from helpers import Child, eventually, in_thread
 
-from transport import FoundRings, Rollout, Schema, SharedRingBuffer, Trainer, UCXXServer
+from transport import FoundRings, Rollout, Schema, SharedRingBuffer, Trainer, UCXXServer, _ring
 from transport._ring import segments
+from transport.claims.places import OnThisHost, each_observed
 from transport.errors import BusyError
 from transport.ring.attachment import remove_dead
 from transport.training.batch import Batch
@@ -284,24 +285,43 @@ def test_at_addresses_nobody_is_finished_while_another_trainer_holds_claims(
                 assert holder.wait() == 0
 
 
+def of_rings(prefix: str, count: Callable[[_ring.Ring], int]) -> int:
+    """The sum over the rings of this host, which a trainer at addresses does not look at."""
+    return sum(count(ring.native) for ring in each_observed(OnThisHost(prefix).segments()))
+
+
 def test_a_rollout_that_does_not_wait_tells_the_end_and_refuses_what_was_claimed() -> None:
     ports: list[str] = []
-    with rollouts(f"rings:end-{os.getpid()}-", 3, ports=ports, drain_s=0.0) as [rollout]:
+    prefix = f"end-{os.getpid()}-"
+    with rollouts(f"rings:{prefix}", 3, ports=ports, drain_s=0.0) as [rollout]:
         url = f"rings://127.0.0.1:{ports[0]}"
         with (
             Child(HOLDER, url, 3) as holder,
             Trainer(SCHEMA, url) as trainer,
         ):
             assert holder.line() == "holds"
-            eventually(
-                lambda: trainer.take(1, 0.05) is None and bool(trainer.rings._network.slots()),
-                "connected",
-            )
+            assert trainer.take(1, 0.05) is None
+            eventually(lambda: of_rings(prefix, lambda ring: ring.takers) == 2, "both have asked")
             end(rollout)
             assert consumed(trainer) == 0
             holder.tell()
             assert holder.line() == "0"
             assert holder.wait() == 0
+
+
+def test_a_trainer_with_its_hands_full_hears_the_end_of_a_rollout_that_does_not_wait() -> None:
+    ports: list[str] = []
+    prefix = f"end-{os.getpid()}-"
+    with (
+        rollouts(f"rings:{prefix}", 12, ports=ports, drain_s=0.0) as [rollout],
+        Trainer(SCHEMA, f"rings://127.0.0.1:{ports[0]}") as trainer,
+    ):
+        batch = take(trainer, 1)
+        eventually(lambda: of_rings(prefix, lambda ring: ring.depth(0)["claimed"]) >= 4, "it has three ahead")
+        end(rollout)
+        rollout.wait()
+        assert consume(batch) == 0
+        assert consumed(trainer) == 0
 
 
 @mapped

@@ -1,8 +1,10 @@
 """Lifetime of the processes that serve a ring: their end, and that of one without heartbeat. Decisions only, no I/O.
 
-SERVING ──writer ended──► LINGERING ──everything consumed, or linger_s over──► STOP
+SERVING ──writer ended──► LINGERING ──nothing pending, or linger_s over──► STOP
    ▲                          │
    └────another writer came───┘
+
+Pending: payloads that are unread; then, where the writer has said its end, trainers that are yet to hear it.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ class ServingPhase(enum.Enum):
 
 
 class Lifetime:
-    """Decision how long to serve a ring after its writer ended: until all payloads are read, at most ``linger_s``.
+    """Decision how long to serve a ring after its writer ended: until nothing is pending, at most ``linger_s``.
 
     Attributes:
         gives_up_to: the ring's sequence up to which unread payloads may be removed with the ring; 0 before STOP. A
@@ -36,7 +38,7 @@ class Lifetime:
     def gives_up_to(self) -> int:
         return self._sequence if self.phase is ServingPhase.STOP else 0
 
-    def tick(self, now: float, *, writer_alive: bool, unread: int, sequence: int) -> ServingPhase:
+    def tick(self, now: float, *, writer_alive: bool, pending: int, sequence: int) -> ServingPhase:
         """Return the phase at ``now`` (monotonic seconds). STOP is final.
 
         ``sequence`` is read before the others: what it does not count may have come after them.
@@ -53,7 +55,7 @@ class Lifetime:
         if self._gone_since is None:
             self._gone_since = now
         over = now - self._gone_since >= self._linger_s
-        self.phase = ServingPhase.STOP if unread == 0 or over else ServingPhase.LINGERING
+        self.phase = ServingPhase.STOP if pending == 0 or over else ServingPhase.LINGERING
         return self.phase
 
 

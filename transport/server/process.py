@@ -101,8 +101,9 @@ async def _stop_when_orphaned(ring: Attachment, lifetime: Lifetime, settings: Se
             writer_alive = ring.native.keeper_alive
             if not writer_alive:
                 stacks.leave_pipes()
-            alive, unread, now = writer_alive or ring.native.supervised, ring.native.unread, time.monotonic()
-            if lifetime.tick(now, writer_alive=alive, unread=unread, sequence=sequence) is ServingPhase.STOP:
+            alive, now = writer_alive or ring.native.supervised, time.monotonic()
+            pending = ring.native.pending
+            if lifetime.tick(now, writer_alive=alive, pending=pending, sequence=sequence) is ServingPhase.STOP:
                 stop.set()
                 return
         await asyncio.sleep(settings.heartbeat_s)

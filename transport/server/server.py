@@ -15,7 +15,7 @@ import operator
 import os
 import resource
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Literal, NoReturn, Self
 
 import msgspec
@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 MAX_PORTS = MAX_READERS - 1  # each listener takes one of the ring's 16 owner numbers, the writer another
 _ADDRESSES = Annotated[tuple[Address, ...], msgspec.Meta(max_length=MAX_ADDRESSES)]
 _HEARD_S = 0.02  # between two looks whether every trainer has heard the end
+_TELL_S = 5.0  # for trainers to hear it, beyond the drain: those whose hands are full are sent away first
 _LEAST_FILES = 64  # a listener without connections has 36 open, and a connection over tcp takes up to eight
 
 
@@ -192,9 +193,9 @@ class UCXXServer:
         Nothing in a forked child: the parent continues to serve.
 
         Args:
-            drain_s: wait this long for unread payloads to be consumed first, and behind `end_data` for the trainers
-                that are connected to hear the end. Payloads that are still unread afterwards stay in the ring, but no
-                listener serves them.
+            drain_s: wait this long for unread payloads to be consumed first. Payloads that are still unread
+                afterwards stay in the ring, but no listener serves them. Behind `end_data` they are given up, and the
+                trainers that have asked hear the end: at most 5 s more.
             told_s: wait at most until so many seconds after the signal that ends the program (`until_stopped`), also
                 where it comes during the wait. None: a signal changes nothing.
         """
@@ -202,9 +203,11 @@ class UCXXServer:
         if run is None or os.getpid() != self._process:
             return
         try:
-            self._drain(drain_s, math.inf if told_s is None else told_s)
-            self._closing = True  # from here on: until then it serves, and a directory is to have it
+            told_s = math.inf if told_s is None else told_s
+            self._drain(drain_s, told_s)
             self._give_up_unread()
+            self._tell(told_s)
+            self._closing = True  # from here on: until then it serves, and a directory is to have it
         finally:
             with contextlib.ExitStack() as stack:
                 stack.callback(self._no_ports)
@@ -224,14 +227,22 @@ class UCXXServer:
             self._ring.reclaim()
 
     def _drain(self, drain_s: float, told_s: float) -> None:
-        give_up = time.monotonic() + drain_s
+        """Wait until every payload is consumed, and every trainer has heard the end that was said."""
+        self._wait(drain_s, told_s, lambda: self._ring.native.pending)
+
+    def _tell(self, told_s: float) -> None:
+        """Wait until every trainer has heard the end, now that nothing is unread: its demand may be on its way."""
+        self._wait(_TELL_S, told_s, lambda: self._ring.native.drained and self._ring.native.pending)
+
+    def _wait(self, most_s: float, told_s: float, pending: Callable[[], int]) -> None:
+        give_up = time.monotonic() + most_s
         native = self._ring.native
         say_at, pause_s = time.monotonic() + stacks.FIRST_S, stacks.FIRST_S
         while not native.closed and (left := min(give_up, hurry.signalled_at() + told_s) - time.monotonic()) > 0:
             seen = native.freed_event()
-            unread = native.unread
-            if not unread and not (native.ended and native.takers):
+            if not pending():
                 return
+            unread = native.unread
             if time.monotonic() >= say_at:
                 pause_s *= 2
                 say_at = time.monotonic() + pause_s

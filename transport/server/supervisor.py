@@ -6,7 +6,7 @@ the listeners that it finds. The states of one `ServedPort`:
     EMPTY ──spawn──► STARTING ──reported its port──► SERVING ──exit, or watchdog──► EMPTY
       ▲                  └──failed: back-off; after five times on a busy port, any port──┘
 
-It stops on SIGTERM, or when the writer has ended and everything is consumed or linger_s is over (lifetime.py), or when
+It stops on SIGTERM, or when the writer has ended and nothing is pending or linger_s is over (lifetime.py), or when
 another writer took over the ring. The supervisor of that writer starts listeners with its own secret and settings.
 """
 
@@ -316,13 +316,13 @@ class Supervisor:
             if not all(served.process for served in self.served_ports):
                 self._ring.reclaim()  # no task watches adopted listeners
             sequence = self._ring.native.sequence
-            unread = self._ring.native.unread
+            pending = self._ring.native.pending
             alive = self._ring.native.keeper_alive
             if not alive:
                 stacks.leave_pipes()  # before another process inherits them
             now = time.monotonic()
-            if self._lifetime.tick(now, writer_alive=alive, unread=unread, sequence=sequence) is ServingPhase.STOP:
-                log.info("the writer ended, and all payloads are consumed or linger_s is over; stopping")
+            if self._lifetime.tick(now, writer_alive=alive, pending=pending, sequence=sequence) is ServingPhase.STOP:
+                log.info("the writer ended, and nothing is pending or linger_s is over; stopping")
                 break
             if self._succeeded():
                 log.info("another writer took over the ring; stopping")
