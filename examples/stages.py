@@ -3,12 +3,13 @@
 .venv/bin/python examples/stages.py
 
 The reference stage reads the rollout's tokens and writes its log-probabilities only; the rollout's image and text stay
-where they lie until a trainer has acknowledged both parts.
+where they lie until a trainer has acknowledged both parts. Each stage has a directory, from which a trainer that starts
+when the other one has trained on everything learns that the data has ended.
 """
 
-import os
 import subprocess
 import sys
+import tempfile
 
 import numpy as np
 
@@ -22,9 +23,13 @@ WAIT_S = 60.0
 SLOTS = 8  # more than the two trainers hold at a time
 
 
-def rollout(run: str, number: int) -> None:
+def rings(folder: str, stage: str) -> str:
+    return f"rings+sqlite:///{folder}/{stage}"
+
+
+def rollout(folder: str, number: int) -> None:
     # rank 0 is the reference stage, rank 1 the trainer: a slot is free when both have acknowledged its payload
-    with Rollout(ROLLOUT, f"rings:{run}-rolled-", slots=SLOTS, readers=2, mode="thread", drain_s=WAIT_S) as rolled:
+    with Rollout(ROLLOUT, rings(folder, "rolled"), slots=SLOTS, readers=2, mode="thread", drain_s=WAIT_S) as rolled:
         for at in range(EPISODES):
             episode = number * EPISODES + at
             rolled.write(
@@ -37,10 +42,10 @@ def rollout(run: str, number: int) -> None:
             )
 
 
-def reference(run: str) -> None:
+def reference(folder: str) -> None:
     with (
-        Trainer(ROLLOUT, f"rings:{run}-rolled-", rank=0, expected_rollouts=2, fields=("tokens",)) as rolled,
-        Rollout(REFERENCE, f"rings:{run}-referenced-", slots=SLOTS, mode="thread", drain_s=WAIT_S) as referenced,
+        Trainer(ROLLOUT, rings(folder, "rolled"), rank=0, expected_rollouts=2, fields=("tokens",)) as rolled,
+        Rollout(REFERENCE, rings(folder, "referenced"), slots=SLOTS, mode="thread", drain_s=WAIT_S) as referenced,
     ):
         for batch in rolled.batches(4):
             for payload in batch:
@@ -49,11 +54,9 @@ def reference(run: str) -> None:
             batch.consume()
 
 
-def train(run: str, number: int) -> None:
+def train(folder: str, number: int) -> None:
     trained = 0
-    rings = f"rings:{run}-referenced-"
-    with Trainer(REFERENCE, rings, joined=[ROLLOUT], expected_rollouts=1) as trainer:
-        print("ready", flush=True)
+    with Trainer(REFERENCE, rings(folder, "referenced"), joined=[ROLLOUT], expected_rollouts=1) as trainer:
         for batch in trainer.batches(2):
             for payload in batch:
                 episode = int(payload["prompt"].split()[1])
@@ -66,32 +69,30 @@ def train(run: str, number: int) -> None:
 
 
 def main() -> None:
-    run = f"stages-{os.getpid()}"
-
     def start(stage: str, number: int) -> subprocess.Popen[str]:
-        program = [sys.executable, __file__, stage, str(number), run]
+        program = [sys.executable, __file__, stage, str(number), folder]
         return subprocess.Popen(program, stdout=subprocess.PIPE, text=True)
 
-    trainers = [start("train", 0), start("train", 1)]
-    writers = [start("rollout", 0), start("rollout", 1), start("reference", 0)]
-    try:
-        assert all(trainer.stdout and trainer.stdout.readline() == "ready\n" for trainer in trainers)
-        assert [writer.wait(timeout=120) for writer in writers] == [0] * 3
-        for trainer in trainers:
-            print(trainer.communicate(timeout=60)[0], end="")
-        assert [trainer.returncode for trainer in trainers] == [0] * 2
-    finally:
-        for process in trainers + writers:
-            process.kill()
-            process.communicate()
+    with tempfile.TemporaryDirectory() as folder:
+        trainers = [start("train", 0), start("train", 1)]
+        writers = [start("rollout", 0), start("rollout", 1), start("reference", 0)]
+        try:
+            assert [writer.wait(timeout=120) for writer in writers] == [0] * 3
+            for trainer in trainers:
+                print(trainer.communicate(timeout=60)[0], end="")
+            assert [trainer.returncode for trainer in trainers] == [0] * 2
+        finally:
+            for process in trainers + writers:
+                process.kill()
+                process.communicate()
 
 
 if __name__ == "__main__":
     if len(sys.argv) == 4:
-        kind, number, run = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+        kind, number, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3]
         if kind == "reference":
-            reference(run)
+            reference(folder)
         else:
-            {"rollout": rollout, "train": train}[kind](run, number)
+            {"rollout": rollout, "train": train}[kind](folder, number)
     else:
         main()
