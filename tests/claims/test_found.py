@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 from found_rings import LONG_S, consume, contents, ring_of, seen, some, take
 from helpers import NETWORK, NETWORK_WIRE, Child, eventually, free
-from loopback import FAMILY, LOOPBACK
+from loopback import LOOPBACK, lasting_port
 from packers import SCHEMA, Worker, write
 
 from transport import ClientOptions, FoundRings, Schema, SharedRingBuffer, Trainer, UCXXServer, _ring, open_rings
@@ -231,12 +230,10 @@ def test_what_every_address_refuses_is_raised_at_once(wrong: str) -> None:
 
 def test_an_address_where_nobody_answers_yet_is_waited_for_beside_one_that_refuses() -> None:
     with (
-        socket.create_server((LOOPBACK, 0), family=FAMILY) as place,
         ring_of("elsewhere-", secret=b"of another start") as ring,
         contextlib.ExitStack() as stack,
     ):
-        port = place.getsockname()[1]
-        place.close()
+        port = lasting_port()
         addresses = ",".join(host_port(LOOPBACK, each) for each in (ring.native.ports()[0], port))
         queue = stack.enter_context(FoundRings(AtAddresses(addresses)))
         trainer = stack.enter_context(Trainer(None, queue))

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from helpers import asynchronous, eventually, settings_with, until
+from loopback import at, lasting_port
 from takes import LONG_S, SLOTS, addresses, broken_between, consume, ended, link_of, remote, seen, take
 
 from transport import SharedRingBuffer, UCXXClient, UCXXServer
@@ -77,9 +78,8 @@ async def its_port_anothers(ring: SharedRingBuffer) -> AsyncIterator[TakenPart]:
     with (
         SharedRingBuffer.create(slots=SLOTS, slot_bytes=4096) as another,
         contextlib.ExitStack() as later,
-        UCXXServer(ring, mode="thread") as server,
+        UCXXServer(ring, ports=(port := lasting_port(),), mode="thread") as server,
     ):
-        [port] = server.ports
         async with remote() as client:
             batch = await take(client, addresses(ring)[0], 1)
             broken_between(
@@ -169,10 +169,10 @@ async def test_what_was_consumed_is_told_by_a_ring_that_was_out_of_reach_when_it
     for _ in range(2):
         ring.write_raw(b"its answer is lost")
     monkeypatch.setattr(Outcomes, "patience_s", 0.5)
-    with UCXXServer(ring, mode="thread") as server:
+    port = lasting_port()
+    with UCXXServer(ring, ports=(port,), mode="thread") as server:
         async with remote() as client:
-            address = addresses(ring)[0]
-            batch = await take(client, address, 2)
+            batch = await take(client, at(port), 2)
             broken_between(
                 batch,
                 lambda: eventually(lambda: ring.statistics().free == SLOTS - 1, "the ring has consumed it"),
@@ -180,7 +180,6 @@ async def test_what_was_consumed_is_told_by_a_ring_that_was_out_of_reach_when_it
             )
             assert (await consume(batch, [0])).tolist() == [False]
             assert "what became of 1 payload, and no port of the ring has answered" in caplog.text
-            port = int(address.rpartition(":")[2])
             monkeypatch.setattr(Outcomes, "patience_s", LONG_S)
             with UCXXServer(ring, ports=(port,), mode="thread"):
                 for _ in range(2):

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 import pytest
-from loopback import EVERYWHERE, FAMILY, LOOPBACK
+from loopback import EVERYWHERE, FAMILY, LOOPBACK, lasting_port
 from patience import ENVIRONMENT, PATIENCE
 from prepared import PreparedPython
 
@@ -238,9 +238,9 @@ def stalled(server: UCXXServer, then: Callable[[], object] = lambda: None) -> It
 
 @contextlib.contextmanager
 def dead_port() -> Iterator[int]:
-    """A port that nobody listens on, and that nobody else gets meanwhile."""
+    """A port that nobody listens on, and that nobody else gets, meanwhile or afterwards."""
     with socket.socket(FAMILY) as bound:
-        bound.bind((EVERYWHERE, 0))
+        bound.bind((EVERYWHERE, lasting_port()))
         yield bound.getsockname()[1]
 
 

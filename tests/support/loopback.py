@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import socket
 from typing import Any
 
@@ -30,3 +31,12 @@ def at(port: int) -> str:
 def listening(**options: Any) -> socket.socket:
     """A TCP server there, at a port that is free."""
     return socket.create_server((LOOPBACK, 0), family=FAMILY, **options)
+
+
+def lasting_port() -> int:
+    """A free port that stays free between two servers of a test: the system assigns those from 32768 on."""
+    while True:
+        with socket.socket(FAMILY) as probe, contextlib.suppress(OSError):
+            probe.bind((EVERYWHERE, random.randrange(10_000, 32_768)))
+            port: int = probe.getsockname()[1]
+            return port

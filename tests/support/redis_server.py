@@ -6,17 +6,15 @@ import contextlib
 import ctypes
 import importlib.util
 import os
-import random
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from loopback import FAMILY, LOOPBACK, at
+from loopback import LOOPBACK, at, lasting_port
 
 WHY_NOT = (
     "\033[31mSKIPPED: Redis is not tested: redis-server is missing (apt-get install redis-server)\033[0m"
@@ -35,25 +33,16 @@ def _die_with_parent() -> None:
     _libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a test run that is aborted leaves no server
 
 
-def _port() -> int:
-    """A free port that no outgoing connection gets while the server is down: the kernel takes theirs from 32768 on."""
-    while True:
-        with socket.socket(FAMILY) as probe, contextlib.suppress(OSError):
-            probe.bind((LOOPBACK, random.randrange(10_000, 32_768)))
-            port: int = probe.getsockname()[1]
-            return port
-
-
 class RedisServer:
     """A server whose every answered write is in its append-only file."""
 
     def __init__(self, directory: Path, *options: str) -> None:
         self.directory = directory
         self.options = options
-        self.port = _port()
+        self.port = lasting_port()
         self.process: subprocess.Popen[bytes] | None = None
         while not self._starts():
-            self.port = _port()  # somebody took it meanwhile
+            self.port = lasting_port()  # somebody took it meanwhile
 
     def place(self, run: str = "test", database: int = 0) -> str:
         return f"redis://{at(self.port)}/{database}?run={run}"

@@ -13,6 +13,7 @@ from found_rings import LONG_S, HereAndElsewhere, ring_of
 from helpers import Child, cut_connections, eventually, free, on_loop
 from holdings import HOLDER, answers_of, held_by, holding_of, identities, settled
 from interrupted_lines import at_each_line, interrupts
+from loopback import lasting_port
 from takes import broken_between
 
 from transport import Schema, SharedRingBuffer, UCXXServer, UpTo, _ring
@@ -221,11 +222,11 @@ def test_what_is_in_question_is_asked_again(prefix: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(Outcomes, "patience_s", 0.3)
     with SharedRingBuffer.create(SCHEMA, slots=4, prefix=prefix) as ring, contextlib.ExitStack() as served:
 
-        def serve(port: int) -> int:
-            server = UCXXServer(ring, ports=(port,), addresses=("127.0.0.1",), mode="thread")
-            return served.enter_context(server).ports[0]
+        def serve(port: int) -> None:
+            served.enter_context(UCXXServer(ring, ports=(port,), addresses=("127.0.0.1",), mode="thread"))
 
-        port = serve(0)
+        port = lasting_port()
+        serve(port)
         with holding_of(f"rings://127.0.0.1:{port}", "tcp") as holding:
             write(ring, 3)
             asked = identities(held_by(holding, 3))

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 from helpers import NETWORK, asynchronous, cut_connections, noise, over_ucx, serving, settings_with, stalled, until
-from loopback import LOOPBACK
+from loopback import LOOPBACK, lasting_port
 
 from transport import SharedRingBuffer, UCXXClient, UCXXServer
 from transport.client.connections.acknowledgements import Ack
@@ -257,8 +257,8 @@ async def test_an_acknowledgement_is_not_forgotten_with_the_route_to_its_ring(
 @asynchronous
 async def test_acknowledgements_wait_for_a_ring_whose_server_moved_to_another_port() -> None:
     with SharedRingBuffer.create(slots=4, slot_bytes=1000) as ring:
-        first = UCXXServer(ring, (0,), addresses=(LOOPBACK,), mode="thread").start()
-        port = first.ports[0]
+        port = lasting_port()
+        first = UCXXServer(ring, (port,), addresses=(LOOPBACK,), mode="thread").start()
         async with UCXXClient(wire=NETWORK, ack="manual") as client:
             payload = await client.read(ring.write_raw(noise(100)))
             first.close()
