@@ -191,8 +191,8 @@ class UCXXRolloutMixin(WithBlock):
         ``with``.
 
         Args:
-            drain_s: wait this long for unread payloads to be consumed first, and for connected trainers to hear the
-                end.
+            drain_s: wait this long for unread payloads to be consumed first, and for the trainers that have asked to
+                hear the end; for that at most 5 s more.
             ends: False: another process continues in its place, so that this is no end of data.
         """
         if self._ucxx_ending is None:
