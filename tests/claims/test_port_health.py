@@ -43,7 +43,7 @@ def at_ports(ticket: Ticket, *ports: int) -> Ticket:
 async def test_a_port_that_a_claim_could_not_reach_is_not_tried_by_a_read(
     ring: SharedRingBuffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(random, "randrange", lambda _: 0)  # else a claim may begin at the port that answers
+    monkeypatch.setattr(random, "randrange", lambda *_: 0)  # else a claim may begin at the port that answers
     ticket, came = ring.write_raw(b"one"), list[TakenPart]()
     with dead_port() as dead:
         async with remote(ack="manual") as client:
@@ -60,7 +60,7 @@ async def test_a_port_that_a_claim_could_not_reach_is_not_tried_by_a_read(
 async def test_a_port_that_a_read_could_not_reach_is_not_tried_by_a_claim(
     ring: SharedRingBuffer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(random, "randrange", lambda _: 0)
+    monkeypatch.setattr(random, "randrange", lambda *_: 0)
     ticket, came = ring.write_raw(b"one"), list[TakenPart]()
     with dead_port() as dead:
         async with remote(ack="manual") as client:
