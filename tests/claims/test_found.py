@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 import pytest
-from found_rings import LONG_S, consume, contents, ring_of, seen, some, take
+from found_rings import LONG_S, consume, contents, fill, ring_of, seen, some, take
 from helpers import NETWORK, NETWORK_WIRE, Child, eventually, free
 from loopback import LOOPBACK, lasting_port
 from packers import SCHEMA, Worker, write
@@ -28,6 +28,7 @@ from transport.errors import (
     RankError,
     UsageError,
 )
+from transport.ring.attached import AttachedRings
 from transport.store import SQLiteStore
 from transport.store.directory import Announcement, Directory
 from transport.wire.addresses import host_port
@@ -154,6 +155,26 @@ def test_a_ring_that_one_trainer_refuses_is_mapped_for_another(prefix: str) -> N
             here.look(frozenset({schema.fingerprint}))
         assert [found.ring_id for found in here.rings(frozenset({its.fingerprint}))] == [ring.ring_id]
         here.close()
+
+
+def test_what_came_over_the_network_is_taken_though_its_ring_is_mapped_by_then(
+    prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a ring that could not be mapped yet when its listener could be asked."""
+    with ring_of(prefix) as ring, open_rings(f"rings:{prefix}") as rings:
+        monkeypatch.setattr(AttachedRings, "attach", lambda *_: None)
+        fill(ring, 3)
+        first = some(rings, 1)
+        eventually(lambda: ring.native.depth(0)["claimed"] == 3, "the others have come")
+        monkeypatch.undo()
+
+        def mapped() -> bool:
+            rings._look()
+            return bool(rings._here.rings(frozenset())) and not rings._served()
+
+        eventually(mapped, "it is mapped")
+        assert sum(consume([*first, *some(rings, 2)])) == 3
+        assert free(ring)
 
 
 @both

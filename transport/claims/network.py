@@ -227,6 +227,11 @@ class NetworkSource:
                 n -= count
         return parts
 
+    @property
+    def in_hand(self) -> bool:
+        """Whether anything has come that no call has taken: also of places that are not asked any more."""
+        return any(of.came for of in list(self._ranks.values()))
+
     def reached(self, rank: int | str | None, *, named: bool, met: bool) -> Reached:
         """Return what demands know of their places, of one rank or of all.
 

@@ -143,7 +143,7 @@ class FoundRings:
 
     def _begin(self) -> None:
         self._look_at = 0.0
-        self._elsewhere = False  # whether a ring has to be asked over the network, as of the last look
+        self._elsewhere = False  # whether one is asked over the network, or something came, as of the last look
         self._met = False  # whether a ring of this host was ever claimed from, as of the last look
         self._waiting = Waiting()
         self._has_waited = False
@@ -477,7 +477,7 @@ class FoundRings:
         if self._maps:
             self._here.look(self._schemas)
             self._met = self._met or bool(self._here.rings(self._schemas))
-        self._elsewhere = self._uses_network and bool(self._served())
+        self._elsewhere = self._uses_network and (bool(self._served()) or self._network.in_hand)
         if self.places.prefix == UNNAMED:
             self._say_mixed()
         left_out = self._left_out()
