@@ -129,3 +129,19 @@ def test_a_rollout_whose_listeners_admit_no_other_trainer_is_not_taken_for_a_kil
         eventually(lambda: fails(killed.ring), "nobody is there")
         eventually(lambda: fails(killed.ring) and not rings.not_counted(), "and for a lease's time")
         assert not trainer.rings.finished(1)
+
+
+def test_a_ring_of_other_payloads_on_another_host_is_not_waited_for(
+    directory: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transport.claims.demands.is_loopback", lambda _: False)  # by which this one is reached
+    with (
+        SharedRingBuffer.create(Schema.of(other="float32"), slots=4) as ring,
+        UCXXServer(ring, mode="thread", addresses=(LOOPBACK,)) as server,
+        FoundRings(InDirectory(directory)) as rings,
+        Trainer(SCHEMA, rings, wire=NETWORK, expected_rollouts=1) as trainer,
+    ):
+        serving = Serving(ring=ring.ring_id, host="another", addresses=(LOOPBACK,), ports=tuple(server.ports))
+        directory.publish(serving, 1000 * LONG_S)
+        directory.end("2" * 32, bytes.fromhex(SCHEMA.fingerprint))
+        eventually(lambda: trainer.take(1, 0.05) is None and trainer.finished(), "the end")

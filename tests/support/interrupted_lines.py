@@ -22,7 +22,7 @@ def interrupts(first: int, of: tuple[str, ...], look: Callable[[], object] = lam
         yield (interrupt := Interrupted(at, of, look))
         if interrupt.left > 0:
             break
-    assert at > 2 * _CASES, "these modules are not what the block runs"
+    assert at > first, "these modules are not what the block runs"
 
 
 class Interrupted:

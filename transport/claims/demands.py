@@ -30,6 +30,7 @@ from transport.errors import (
     InternalError,
     LinkError,
     RingEndedError,
+    SchemaError,
     TransportError,
     UnreachableError,
     WrongRingError,
@@ -259,7 +260,8 @@ class Demands:
                 self._turn()
                 return
             known.fault = error
-            silent = isinstance(error, LinkError | WrongRingError)  # who refuses is there, an own fault says nothing
+            # Who refuses is there, and an own fault says nothing; a ring of other payloads is not waited for.
+            silent = isinstance(error, LinkError | WrongRingError | SchemaError)
             known.failing = min(known.failing, time.monotonic()) if silent else float("inf")
             if (before := self._log_limit.due()) is not None:
                 more = f" ({before} more failures since the last report)" if before else ""

@@ -229,7 +229,7 @@ class NetworkSource:
 
     @property
     def in_hand(self) -> bool:
-        """Whether anything has come that no call has taken: also of places that are not asked any more."""
+        """True if anything has come that no call has taken: also of places that are not asked any more."""
         return any(of.came for of in list(self._ranks.values()))
 
     def reached(self, rank: int | str | None, *, named: bool, met: bool) -> Reached:

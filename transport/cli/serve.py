@@ -146,7 +146,7 @@ def serve(
                 count(ring.get_ready_count(), "payload"),
                 drain,
             )
-            server.close(drain)
+            server.close(drain, told_s=drain)
             if exporter is not None:
                 exporter.close()
 

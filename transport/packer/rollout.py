@@ -40,7 +40,7 @@ from transport.runtime import arguments, hurry, spans
 from transport.runtime.amounts import count
 from transport.runtime.arguments import at_least, seconds
 from transport.schema import Schema
-from transport.server.server import UCXXServer
+from transport.server.server import TELL_S, UCXXServer
 from transport.store.directory import Announcement
 from transport.ticket import Ticket
 
@@ -218,7 +218,7 @@ class UCXXRolloutMixin(WithBlock):
                 except Exception as error:
                     failed = error
             # the ring is closed even if its end cannot be said, or the server fails to stop
-            with hurry.while_ending(max(hurry.MOST_S, drain_s)), contextlib.ExitStack() as stack:
+            with hurry.while_ending(max(hurry.MOST_S, drain_s + TELL_S)), contextlib.ExitStack() as stack:
                 if opened is not None:
                     stack.callback(opened.close)
                 if ring is not None:

@@ -246,8 +246,8 @@ class Connection:
         """
         if not self._sent_away:
             self._sent_away = True
-            self._endpoint.abort()
             asyncio.get_running_loop().call_later(_COMES_AGAIN_S, self.close)
+            self._endpoint.abort()
 
     def close(self) -> None:
         """End the connection now. UCX stops using the slots' memory before their pins are released."""

@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 MAX_PORTS = MAX_READERS - 1  # each listener takes one of the ring's 16 owner numbers, the writer another
 _ADDRESSES = Annotated[tuple[Address, ...], msgspec.Meta(max_length=MAX_ADDRESSES)]
 _HEARD_S = 0.02  # between two looks whether every trainer has heard the end
-_TELL_S = 5.0  # for trainers to hear it, beyond the drain: those whose hands are full are sent away first
+TELL_S = 5.0  # for trainers to hear it, beyond the drain: those whose hands are full are sent away first
 _LEAST_FILES = 64  # a listener without connections has 36 open, and a connection over tcp takes up to eight
 
 
@@ -206,7 +206,7 @@ class UCXXServer:
             told_s = math.inf if told_s is None else told_s
             self._drain(drain_s, told_s)
             self._give_up_unread()
-            self._tell(told_s)
+            self._tell(min(told_s, drain_s + TELL_S))  # several that close one after the other have it together
             self._closing = True  # from here on: until then it serves, and a directory is to have it
         finally:
             with contextlib.ExitStack() as stack:
@@ -232,7 +232,7 @@ class UCXXServer:
 
     def _tell(self, told_s: float) -> None:
         """Wait until every trainer has heard the end, now that nothing is unread: its demand may be on its way."""
-        self._wait(_TELL_S, told_s, lambda: self._ring.native.drained and self._ring.native.pending)
+        self._wait(TELL_S, told_s, lambda: self._ring.native.drained and self._ring.native.pending)
 
     def _wait(self, most_s: float, told_s: float, pending: Callable[[], int]) -> None:
         give_up = time.monotonic() + most_s
