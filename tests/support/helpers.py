@@ -271,7 +271,7 @@ class Child:
         environment = {**inherited, **own}
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": stderr}
         self.process: subprocess.Popen[str]
-        if host is None and not any(name.startswith("LD_") for name in own):  # these are for the loader
+        if host is None and not any(name.startswith(("LD_", "PYTHON")) for name in env or ()):  # read at a start
             self.process = PreparedPython(code, *map(str, arguments), env=environment, **pipes)
         else:
             words = [sys.executable, "-c", code, *map(str, arguments)]

@@ -3,7 +3,7 @@
 A start costs 20 ms of processor time instead of 400, which were a third of what all tests took. The child is as any
 other: it has its own memory, environment, standard files and `__main__`, is killed and stopped by its pid, and ends as
 Python does. Its parent is the process that forks, which tells how it ended. Tests of starts themselves (command lines,
-imports, listeners, what the loader reads) start an interpreter of their own.
+imports, listeners, what is read at a start) start an interpreter of their own.
 """
 
 from __future__ import annotations
