@@ -101,10 +101,7 @@ async def _stop_when_orphaned(ring: Attachment, lifetime: Lifetime, settings: Se
             writer_alive = ring.native.keeper_alive
             if not writer_alive:
                 stacks.leave_pipes()
-            supervised = ring.native.supervised
-            if not supervised:
-                ring.reclaim()  # what dead processes have: nobody else looks
-            alive, now = writer_alive or supervised, time.monotonic()
+            alive, now = writer_alive or ring.native.supervised, time.monotonic()
             pending = ring.native.pending
             if lifetime.tick(now, writer_alive=alive, pending=pending, sequence=sequence) is ServingPhase.STOP:
                 stop.set()
