@@ -199,6 +199,7 @@ class Connection:
     attempts: int
     unsent: int  # answers and payloads under way
     waiting: int  # demands
+    takes: bool  # it has asked for payloads, and is among `Ring.takers`
     reason: str  # why it ended
 
     def __init__(
@@ -214,8 +215,8 @@ class Connection:
 
     def count_as(self, counter: str) -> None:
         """Count its payloads' bytes under this name of `Ring.counters`, such as "bytes_shm"; first "bytes_tcp"."""
-    def end_consumed(self) -> int:
-        """End attempts that were acknowledged through other listeners, or whose payload was given up: how many."""
+    def end_consumed(self) -> None:
+        """End attempts that were acknowledged through other listeners, or whose payload was given up."""
     def expire(self, before: float) -> int:
         """End reads that are late, and claims of a client that is silent for longer than its lease; how many. -1: UCX
         still reads one's slot, so only `close` ends it."""

@@ -63,6 +63,7 @@ void bind_serving(nb::module_& module) {
       .def_prop_ro("attempts", &Connection::attempts)
       .def_prop_ro("unsent", &Connection::unsent)
       .def_prop_ro("waiting", &Connection::waiting)
+      .def_prop_ro("takes", &Connection::takes)
       .def_prop_ro("reason", &Connection::reason)
       .def(
           "count_as",

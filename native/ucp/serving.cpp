@@ -321,18 +321,13 @@ void Connection::sent(ucs_status_t status) {
 }
 
 // --- connection: attempts and the end -----------------------------------------------------------------------
-long Connection::end_consumed() {
+void Connection::end_consumed() {
   const Ring::InUse use(service_->ring_);
-  long ended = 0;
   for (Attempt* each = first_; each != nullptr;) {
     Attempt* const next = each->next;
-    if (each->idle() && service_->consumed_elsewhere(*each)) {
-      service_->end(*each);
-      ++ended;
-    }
+    if (each->idle() && service_->consumed_elsewhere(*each)) service_->end(*each);
     each = next;
   }
-  return ended;
 }
 
 // It takes payloads: when its next message comes depends on what is written, so that a spin for it does not pay.

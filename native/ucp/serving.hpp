@@ -254,9 +254,10 @@ class Connection : public Deferred {
   const char* reason() const { return reason_; }       // why it ended, in words
   void count_as(Counter carried) { carried_ = carried; }
   std::size_t waiting() const { return waiting_; }  // demands
+  bool takes() const { return taker_ >= 0; }           // it has asked the ring for payloads, and is to hear the end
 
-  // End attempts that were acknowledged through other listeners, or whose payload was given up: how many.
-  long end_consumed();
+  // End attempts that were acknowledged through other listeners, or whose payload was given up.
+  void end_consumed();
   // End reads whose `sent_by` is before `before`, and all claims if their holder is gone by its own lease (`holder_gone`):
   // how many. -1, and nothing ended, when the bytes of one are not through: UCX is in its slot, so that only `close`
   // ends it.

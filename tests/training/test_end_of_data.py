@@ -324,6 +324,36 @@ def test_a_trainer_with_its_hands_full_hears_the_end_of_a_rollout_that_does_not_
         assert consumed(trainer) == 0
 
 
+def test_a_trainer_that_rests_hears_the_end() -> None:
+    ports: list[str] = []
+    prefix = f"end-{os.getpid()}-"
+    with (
+        rollouts(f"rings:{prefix}", 2, ports=ports) as [rollout],
+        Trainer(SCHEMA, f"rings://127.0.0.1:{ports[0]}") as trainer,
+    ):
+        assert consume(take(trainer, 2)) == 2
+        trainer.rings.rest_at_once()  # as when nothing is taken for a lease's time
+        end(rollout)
+        rollout.wait()
+        assert consumed(trainer) == 0
+
+
+def test_a_trainer_that_has_enough_of_one_rollout_hears_the_end_of_another() -> None:
+    ports: list[str] = []
+    prefix = f"end-{os.getpid()}-"
+    with (
+        rollouts(f"rings:{prefix}", 0, 12, ports=ports) as [ends, writes],
+        Trainer(SCHEMA, "rings://" + ",".join(f"127.0.0.1:{port}" for port in ports)) as trainer,
+    ):
+        batch = take(trainer, 1)
+        eventually(lambda: of_rings(prefix, lambda ring: ring.depth(0)["claimed"]) >= 4, "it has three ahead")
+        eventually(lambda: of_rings(prefix, lambda ring: ring.takers) == 2, "it has asked both")
+        end(ends)
+        ends.wait()
+        end(writes)
+        assert consume(batch) + consumed(trainer) == 12
+
+
 @mapped
 def test_a_payload_that_is_consumed_and_still_looked_at_is_done(url: str) -> None:
     with Trainer(SCHEMA, url) as trainer, rollouts(url, 1) as [child]:

@@ -26,10 +26,10 @@ def made(**changes: Any) -> bytes:
 
 
 def test_proof_golden() -> None:
-    # Checked with: (printf 'transport-8 client\0…'; printf hello | openssl dgst -sha256 -binary) |
+    # Checked with: (printf 'transport-9 client\0…'; printf hello | openssl dgst -sha256 -binary) |
     #               openssl dgst -sha256 -hmac secret
-    assert made().hex() == "f4ad6abc7f74cdd910335ba57d8721bdbefeeeeaafc69c815fd0afde3b451e42"
-    assert made(side="listener").hex() == "77ca68b4524d9a43db96b7bc07f533e35fb02f8299c7438e8bdca8c231fb8618"
+    assert made().hex() == "20968cdf232fee2aa862f556316a572bd1f147e43e8248dfcb877b2a58bfeba4"
+    assert made(side="listener").hex() == "b026ac53d46eed1a8b7892072641e98dd90bde684346d6b08743487305ebcaf0"
 
 
 def test_proof_depends_on_secret_side_both_nonces_version_and_hello(

@@ -42,6 +42,7 @@ handshakes = st.one_of(
         inline_limit=st.integers(0, frames.MOST_INLINE),
         code=st.integers(0, 255),
         reason=words,
+        ended=st.booleans(),
     ),
 )
 
@@ -50,29 +51,29 @@ handshakes = st.one_of(
 HANDSHAKES: dict[str, tuple[Any, str]] = {
     "hello": (
         Hello(ring="ab", tag_base=0x01020304, nonce=NONCE),
-        "08 01 0000 39000000"
+        "09 01 0000 39000000"
         "84 a472696e67 a26162 a87461675f62617365 ce01020304"
         "a56e6f6e6365 c410000102030405060708090a0b0c0d0e0f"
         "a86c656173655f6d73 00",
     ),
     "challenge": (
         Challenge(nonce=NONCE, proof=b"pppp"),
-        "08 02 0000 25000000 82 a56e6f6e6365 c410000102030405060708090a0b0c0d0e0f a570726f6f66 c40470707070",
+        "09 02 0000 25000000 82 a56e6f6e6365 c410000102030405060708090a0b0c0d0e0f a570726f6f66 c40470707070",
     ),
-    "proof": (Proof(proof=b"pppp"), "08 03 0000 0d000000 81 a570726f6f66 c40470707070"),
+    "proof": (Proof(proof=b"pppp"), "09 03 0000 0d000000 81 a570726f6f66 c40470707070"),
     "welcome": (
         Welcome(ring="ab", tag_base=0xFFFEFDFC, ports=(13337,), inline_limit=8192),
-        "08 04 0000 62000000"
-        "8a a472696e67 a26162 a87461675f62617365 cefffefdfc a5706f727473 91cd3419"
+        "09 04 0000 69000000"
+        "8b a472696e67 a26162 a87461675f62617365 cefffefdfc a5706f727473 91cd3419"
         "ac696e6c696e655f6c696d6974 cd2000 a4636f6465 00 a6726561736f6e a0"
-        "a9636f6e73756d657273 a0 a6736368656d61 a0 a66669656c6473 c400 a5736c6f7473 00",
+        "a9636f6e73756d657273 a0 a6736368656d61 a0 a66669656c6473 c400 a5736c6f7473 00 a5656e646564 c2",
     ),
     "refusal": (
         Welcome(ring="ab", tag_base=7, code=5, reason="no"),
-        "08 04 0000 5b000000"
-        "8a a472696e67 a26162 a87461675f62617365 07 a5706f727473 90"
+        "09 04 0000 62000000"
+        "8b a472696e67 a26162 a87461675f62617365 07 a5706f727473 90"
         "ac696e6c696e655f6c696d6974 00 a4636f6465 05 a6726561736f6e a26e6f"
-        "a9636f6e73756d657273 a0 a6736368656d61 a0 a66669656c6473 c400 a5736c6f7473 00",
+        "a9636f6e73756d657273 a0 a6736368656d61 a0 a66669656c6473 c400 a5736c6f7473 00 a5656e646564 c2",
     ),
 }
 

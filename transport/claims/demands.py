@@ -272,11 +272,15 @@ class Demands:
             self._takers.lost(name, time.monotonic())
         else:
             known.fault, known.failing = None, float("inf")
-            link.served = partial(self._served, name, link.ring)
-            self._connected[name] = link
             known.ring = link.ring
-            self.ended.setdefault(link.ring, False)
-            self._takers.opened(name)
+            self.ended[link.ring] = link.link.ended
+            if link.link.ended:  # so that it is heard by who asks for nothing, too
+                self._all.leave(link)
+                self._takers.lost(name, time.monotonic())
+            else:
+                link.served = partial(self._served, name, link.ring)
+                self._connected[name] = link
+                self._takers.opened(name)
         self._turn()
 
     def _note(self, name: str, error: BaseException) -> None:

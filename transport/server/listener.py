@@ -77,7 +77,7 @@ class Connection:
         self.tag_base = tag_base  # of what this side receives
         self._native: _ucp.Connection | None = None  # once the client is admitted
         self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._closed = self._given_up = self._sent_away = False
+        self._closed = self._sent_away = False
         self._wire_settled = False
         self.opened = False
         self._began = time.monotonic()
@@ -209,6 +209,7 @@ class Connection:
             schema=self._ring.native.fingerprint.hex() if code == 0 else "",
             fields=self._ring.native.schema if code == 0 else b"",
             slots=self._ring.native.slot_count if code == 0 else 0,
+            ended=code == 0 and self._ring.native.drained,
         )
         await self._endpoint.send_stream(frames.encode_handshake(welcome))
 
@@ -221,11 +222,11 @@ class Connection:
         if not self._wire_settled:  # UCX adds lanes while the two sides exchange addresses, mostly before WELCOME
             self._wire_settled = True
             self._count_by_wire(native)
-        self._given_up = native.end_consumed() > 0 or self._given_up
+        native.end_consumed()
         if native.attempts == 0:
             if native.waiting:  # an answer is due to it, not from it
                 return
-            if self._given_up and self._ring.native.drained:
+            if native.takes and not native.unsent and self._ring.native.drained:
                 self._send_away()
             elif now - native.last_active > settings.listener_idle_eviction_s:
                 self.close()
@@ -240,9 +241,10 @@ class Connection:
             log.info("%r: %s not acknowledged in time, and READY", self, count(ended, "payload"))
 
     def _send_away(self) -> None:
-        """End the connection of a trainer that asks for nothing: it does not know that what it holds was given up.
+        """End the connection of a trainer that is to hear the end, and asks for nothing.
 
-        It comes again without claims, asks, and hears the end. Until then the ring has it among its takers.
+        It rests, or its hands are full. It comes again, and hears the end with its WELCOME. Until then the ring has it
+        among its takers.
         """
         if not self._sent_away:
             self._sent_away = True

@@ -159,6 +159,7 @@ class Welcome(msgspec.Struct, frozen=True):
     schema: Annotated[str, msgspec.Meta(max_length=32)] = ""  # fingerprint of the ring's; "": not said
     fields: Annotated[bytes, msgspec.Meta(max_length=_ring.MAX_SCHEMA)] = b""  # that schema, encoded; empty: not said
     slots: Annotated[int, msgspec.Meta(ge=0, le=1 << 30)] = 0  # of the ring; 0: not said
+    ended: bool = False  # its writer has ended, and nothing is left
 
 
 _HANDSHAKE: dict[type[msgspec.Struct], Kind] = {

@@ -107,6 +107,7 @@ class Link:
         self.schema = welcome.schema  # its fingerprint; NO_SCHEMA: each payload has its own
         self.fields = welcome.fields  # its schema, encoded; empty: not said
         self.slots = welcome.slots  # of the ring; 0: not said
+        self.ended = welcome.ended  # nothing is left of the ring, by its listener's first word
         self.ports = welcome.ports
         self.wire: Wire = endpoint.wire()
         # As a listener does: UCX keeps what comes after the handshake in its way, however much it is.
