@@ -21,7 +21,7 @@ import pytest
 from claimed import claim_each
 from found_rings import LONG_S, ring_of
 from helpers import PATIENCE_S, Child, cut_connections, eventually, in_thread, on_loop
-from holdings import holding_of
+from holdings import held_by, holding_of
 from interrupted_lines import at_each_line, interrupts
 
 from transport import Rollout, Schema, SharedRingBuffer, UCXXServer, UpTo, open_rings
@@ -788,6 +788,41 @@ def test_an_end_holds_for_a_rank_only_while_no_step_became_void_since_it_was_sai
         assert end is not None and other.is_the_end(end)
 
 
+def planner_of(holding: Holding, records: StepRecords) -> Planner:
+    return Planner(
+        holding,
+        records,
+        StepTerms(groups=2),
+        shape=(2, 1),
+        rank=0,
+        oldest=lambda: None,
+        fits=lambda _: None,
+        lead=Mock(),
+        learned=Learned(None, ConsumedRecord()),
+        counts=StepCounts(),
+    )
+
+
+def test_a_planner_that_another_rank_follows_leaves_to_that_one_what_comes(
+    ring: SharedRingBuffer, prefix: str, wire: str
+) -> None:
+    with (
+        MemoryStore() as store,
+        holding_of(prefix, wire, [SCHEMA]) as holding,
+        holding_of(prefix, wire, [SCHEMA]) as following,
+    ):
+        records, other = (StepRecords(store, "mesh", rank, 2, 60.0) for rank in range(2))
+        led = planner_of(holding, records)
+        write(ring, "before", 0)
+        eventually(lambda: led.turn() and len(holding), "it has claimed")
+        store.delete("mesh/mesh/planner")  # its lease ends while the store takes its time
+        assert other.lead()
+        eventually(lambda: not led.turn(), "another rank plans")
+        for value in range(3):
+            write(ring, f"p{value}", value)
+        assert len(held_by(following, 4)) == 4
+
+
 def test_a_planner_that_another_rank_follows_while_it_takes_back_an_end_holds_nothing(
     ring: SharedRingBuffer, prefix: str, wire: str
 ) -> None:
@@ -796,18 +831,7 @@ def test_a_planner_that_another_rank_follows_while_it_takes_back_an_end_holds_no
     ring.end_data()
     with MemoryStore() as store, holding_of(prefix, wire, [SCHEMA]) as holding:
         records, other = (StepRecords(store, "mesh", rank, 2, 60.0) for rank in range(2))
-        led = Planner(
-            holding,
-            records,
-            StepTerms(groups=2),
-            shape=(2, 1),
-            rank=0,
-            oldest=lambda: None,
-            fits=lambda _: None,
-            lead=Mock(),
-            learned=Learned(None, ConsumedRecord()),
-            counts=StepCounts(),
-        )
+        led = planner_of(holding, records)
 
         def all_are_read() -> bool:
             led.turn()

@@ -241,11 +241,15 @@ class Holding:
         """Return a sentence for each ring whose slots are nearly all held for what is not complete."""
         return self._rings.crowded(_CROWDED)
 
+    def let_go(self) -> None:
+        """Give back what is held and not asked about, uncounted, and ask for nothing until the next `take`."""
+        self._rings.rest()
+        self.give_back(list(self._held), in_vain=False)
+
     def close(self) -> None:
-        """Give back what is held and not asked about, uncounted. Idempotent; after an interrupt call it again."""
+        """Let go of everything, for good. Idempotent; after an interrupt call it again."""
         if not self._closed:
-            self._rings.rest()
-            self.give_back(list(self._held), in_vain=False)
+            self.let_go()
             self._closed = True  # last, so that after an interrupt the next call finishes
 
     def _end(

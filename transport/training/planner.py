@@ -282,7 +282,7 @@ class Planner:
         if self._term:
             log.warning("the steps of this mesh are planned anew from its records")
         self._term, self._end, self._renew_at = 0, None, 0.0
-        self._holding.give_back(self._holding.identities, in_vain=False)
+        self._holding.let_go()
         self._assembly = Assembly(timeout_s=self._terms.group_timeout_s, short=self._terms.incomplete == "short")
         self._steps.clear()
         self._reserved.clear()
