@@ -73,7 +73,8 @@ void bind_serving(nb::module_& module) {
           "counter"_a, "Count the bytes of its payloads under this name, such as bytes_shm.")
       .def("end_consumed", &Connection::end_consumed, nb::call_guard<GilReleased>())
       .def("expire", &Connection::expire, "before"_a, nb::call_guard<GilReleased>())
-      .def("close", &Connection::close, nb::call_guard<GilReleased>());
+      .def("close", &Connection::close, nb::call_guard<GilReleased>())
+      .def("send_away", &Connection::send_away, nb::call_guard<GilReleased>());
 }
 
 }  // namespace transport::ucp::python

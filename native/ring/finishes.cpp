@@ -22,7 +22,7 @@ int Ring::open_taker(std::uint64_t token) {
       const TakerEntry& entry = taker(index);
       const std::uint64_t state = entry.state.load(std::memory_order_acquire);
       const TakerEntry::Phase phase = TakerEntry::phase_of(state);
-      if (phase != TakerEntry::empty && phase != TakerEntry::over) continue;
+      if (phase == TakerEntry::building || phase == TakerEntry::live) continue;
       const std::uint64_t used_ns = phase == TakerEntry::empty ? 0 : entry.used_ns.load(std::memory_order_relaxed);
       if (used_ns >= oldest_ns) continue;
       oldest = static_cast<int>(index), oldest_state = state, oldest_ns = used_ns;
@@ -49,12 +49,26 @@ void Ring::close_taker(int index) {
                     std::memory_order_release);
 }
 
+void Ring::lose_taker(int index) {
+  if (index < 0 || closed()) return;
+  TakerEntry& entry = taker(static_cast<unsigned>(index));
+  std::uint64_t state = entry.state.load(std::memory_order_acquire);
+  entry.used_ns.store(monotonic_ns(), std::memory_order_relaxed);
+  entry.state.compare_exchange_strong(state, TakerEntry::in(state, TakerEntry::lost), std::memory_order_acq_rel);
+}
+
 unsigned Ring::takers() const {
   require_open();
-  unsigned living = 0;
-  for (unsigned index = 0; index < kTakers; ++index)
-    living += TakerEntry::phase_of(taker(index).state.load(std::memory_order_acquire)) == TakerEntry::live;
-  return living;
+  const std::uint64_t now_ns = monotonic_ns();
+  unsigned expected = 0;
+  for (unsigned index = 0; index < kTakers; ++index) {
+    const TakerEntry& entry = taker(index);
+    const TakerEntry::Phase phase = TakerEntry::phase_of(entry.state.load(std::memory_order_acquire));
+    expected += phase == TakerEntry::live ||
+                (phase == TakerEntry::lost &&
+                 now_ns < entry.used_ns.load(std::memory_order_relaxed) + kComesAgain_ns);
+  }
+  return expected;
 }
 
 // Under the slot's stripe, by the one thread that serves the connection. Null: it is revoked.
@@ -93,7 +107,7 @@ void Ring::decide_all(unsigned owner) {
       if (seen.outcome() == Outcome::undecided && seen.slot() < segment_.identity.slot_count)
         decide(note, consumed_under(seen, owner));
     }
-    entry.state.compare_exchange_strong(state, TakerEntry::in(state, TakerEntry::over), std::memory_order_acq_rel);
+    lose_taker(static_cast<int>(index));
   }
 }
 

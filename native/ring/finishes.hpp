@@ -4,8 +4,11 @@
 // An entry belongs to one connection, which is named by its token, and has its last finishes, one word each. A client
 // leaves at most kFinishesKept of them unanswered, so what it may ask about has not been written over.
 //
-//   entry    EMPTY ──▶ BUILDING ──▶ LIVE ──connection over, or owner dead──▶ OVER ──▶ BUILDING, for another connection
+//   entry    EMPTY ──▶ BUILDING ──▶ LIVE ──its client has left──▶ OVER ──▶ BUILDING, for another connection
+//                                     └──owner dead, or the client sent away──▶ LOST ──▶ BUILDING
 //   finish   noted undecided ──▶ the rank's done bit, the pin stays ──▶ noted accepted or refused ──▶ the pin goes
+//
+// The client of a LOST entry comes again through another connection, and is expected for kComesAgain_ns.
 //
 // An owner that dies leaves undecided ones, and its pins. A reclaimer decides them before it clears a pin:
 // until then the generation stays, and the slot's word says whether the rank was consumed.
@@ -62,13 +65,14 @@ static_assert(kMaxReaders <= 1u << 4 && ClaimWord::kMostAttempts < kEndAsked, "r
 
 inline constexpr std::size_t kTakers = 128;        // connections of all listeners of a ring, together
 inline constexpr std::size_t kFinishesKept = 256;  // of each
+inline constexpr std::uint64_t kComesAgain_ns = 4'000'000'000;  // a listener that was killed is started again by then
 
 struct alignas(64) TakerEntry {
-  enum Phase : std::uint8_t { empty = 0, building = 1, live = 2, over = 3 };
+  enum Phase : std::uint8_t { empty = 0, building = 1, live = 2, over = 3, lost = 4 };
 
   std::atomic<std::uint64_t> state;  // uses so far << 16 | owner << 8 | phase
   std::atomic<std::uint64_t> token;
-  std::atomic<std::uint64_t> used_ns;  // CLOCK_MONOTONIC, by its connection
+  std::atomic<std::uint64_t> used_ns;  // CLOCK_MONOTONIC, by its connection; of one that is lost, since when
   std::atomic<std::uint64_t> next;     // finishes so far
   std::atomic<std::uint32_t> revoked;
   alignas(64) std::array<std::atomic<std::uint64_t>, kFinishesKept> notes;

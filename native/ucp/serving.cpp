@@ -380,4 +380,12 @@ void Connection::close() {
   service_->ring_.close_taker(taker_);
 }
 
+void Connection::send_away() {
+  if (!closed_) {
+    const Ring::InUse use(service_->ring_);
+    service_->ring_.lose_taker(std::exchange(taker_, -1));
+  }
+  close();
+}
+
 }  // namespace transport::ucp

@@ -247,6 +247,7 @@ class Connection : public Deferred {
   Connection& operator=(const Connection&) = delete;
 
   void close();
+  void send_away();  // close, where the client is to come again
 
   std::size_t attempts() const { return attempts_; }
   std::size_t unsent() const { return unsent_; }
@@ -254,7 +255,7 @@ class Connection : public Deferred {
   const char* reason() const { return reason_; }       // why it ended, in words
   void count_as(Counter carried) { carried_ = carried; }
   std::size_t waiting() const { return waiting_; }  // demands
-  bool takes() const { return taker_ >= 0; }           // it has asked the ring for payloads, and is to hear the end
+  bool takes() const { return taker_ >= 0; }        // it has asked the ring for payloads, and is to hear the end
 
   // End attempts that were acknowledged through other listeners, or whose payload was given up.
   void end_consumed();

@@ -354,6 +354,22 @@ def test_a_trainer_that_has_enough_of_one_rollout_hears_the_end_of_another() -> 
         assert consume(batch) + consumed(trainer) == 12
 
 
+def test_a_trainer_whose_listener_is_killed_before_the_end_hears_it() -> None:
+    ports: list[str] = []
+    prefix = f"end-{os.getpid()}-"
+    with (
+        rollouts(f"rings:{prefix}", 2, ports=ports) as [rollout],
+        Trainer(SCHEMA, f"rings://127.0.0.1:{ports[0]}") as trainer,
+    ):
+        assert consume(take(trainer, 2)) == 2
+        for ring in each_observed(OnThisHost(prefix).segments()):
+            [listener] = [owner.pid for owner in ring.native.owners() if owner.port]
+        os.kill(listener, signal.SIGKILL)
+        end(rollout)
+        rollout.wait()
+        assert consumed(trainer) == 0
+
+
 @mapped
 def test_a_payload_that_is_consumed_and_still_looked_at_is_done(url: str) -> None:
     with Trainer(SCHEMA, url) as trainer, rollouts(url, 1) as [child]:

@@ -63,7 +63,6 @@ _ALERT_S = 10.0  # for this long after a connection without UCX handshake, look 
 _LOOK_S = 0.1
 _MOST_SILENT = 3  # connections in a row: see `StallDetector`
 _SILENT_S = 1.0  # a client that leaves sooner may have had nothing to send
-_COMES_AGAIN_S = 3.0  # a trainer whose connection was ended
 _PAGE_BYTES = os.sysconf("SC_PAGESIZE")
 
 
@@ -77,7 +76,7 @@ class Connection:
         self.tag_base = tag_base  # of what this side receives
         self._native: _ucp.Connection | None = None  # once the client is admitted
         self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._closed = self._sent_away = False
+        self._closed = False
         self._wire_settled = False
         self.opened = False
         self._began = time.monotonic()
@@ -116,8 +115,7 @@ class Connection:
             if not self._closed:
                 log.warning("%r ended: %s: %s", self, type(error).__name__, error)
         finally:
-            if not self._sent_away:
-                self.close()
+            self.close()
 
     def _raise_unless_gone(self, outcome: int, reason: str) -> None:
         if outcome == engine().END_GARBAGE:
@@ -227,7 +225,9 @@ class Connection:
             if native.waiting:  # an answer is due to it, not from it
                 return
             if native.takes and not native.unsent and self._ring.native.drained:
-                self._send_away()
+                # It rests, or its hands are full: it comes again, and hears the end with its WELCOME.
+                native.send_away()
+                self.close()
             elif now - native.last_active > settings.listener_idle_eviction_s:
                 self.close()
             return
@@ -239,17 +239,6 @@ class Connection:
             log.warning("%r: silent for %.0f s; %s READY again", self, self._lease_s, count(ended, "payload"))
         elif ended > 0:  # reads by ticket, which need no acknowledgement: weights on offer get none
             log.info("%r: %s not acknowledged in time, and READY", self, count(ended, "payload"))
-
-    def _send_away(self) -> None:
-        """End the connection of a trainer that is to hear the end, and asks for nothing.
-
-        It rests, or its hands are full. It comes again, and hears the end with its WELCOME. Until then the ring has it
-        among its takers.
-        """
-        if not self._sent_away:
-            self._sent_away = True
-            asyncio.get_running_loop().call_later(_COMES_AGAIN_S, self.close)
-            self._endpoint.abort()
 
     def close(self) -> None:
         """End the connection now. UCX stops using the slots' memory before their pins are released."""
