@@ -10,16 +10,17 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 from claimed import consumed
 from helpers import PATIENCE_S, Child, dead_port, eventually, in_thread
 from helpers import serving as ring_served
-from store_proxy import HangingStore
+from store_proxy import HangingStore, StoreProxy
 
 from transport import Schema, SharedRingBuffer, _ring
 from transport.client.blocking import BlockingClient
@@ -38,6 +39,7 @@ from transport.runtime.loop_thread import LoopThread
 from transport.server.server import UCXXServer
 from transport.settings import Settings
 from transport.store import SQLiteStore
+from transport.store.base import Change, Store
 from transport.store.directory import Announcement, Directory, Finder, Serving
 from transport.store.memory import MemoryStore
 from transport.testing import run
@@ -160,6 +162,37 @@ def test_a_server_that_moved_or_was_forgotten_is_published_again(store: SQLiteSt
     assert directory.find(RING) is None
 
 
+class HeldUp(StoreProxy):
+    """Makes what the thread of an announcement writes when it is let go."""
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self.asked, self.goes_on = threading.Event(), threading.Event()
+
+    def call(self, call: Callable[[], Any], changes: Sequence[Change] | None = None) -> Any:
+        if changes and threading.current_thread().name == "transport directory":
+            self.asked.set()
+            assert self.goes_on.wait(PATIENCE_S)
+        return call()
+
+
+def test_what_a_store_writes_behind_a_close_that_has_not_waited_for_it_is_withdrawn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("transport.store.directory._JOIN_S", 0.0)
+    server = SimpleNamespace(addresses=("10.0.0.1",), ports=(5000,), linger_s=300.0)
+    written = SimpleNamespace(ring_id=RING, data_ended=True, fingerprint=bytes(16))
+    with MemoryStore() as inner:
+        store = HeldUp(inner)
+        directory = Directory(store, lease_s=0.3)
+        with Announcement(directory, written, server) as announcement:
+            server.ports = (5001,)
+            assert store.asked.wait(PATIENCE_S)
+        store.goes_on.set()
+        announcement._thread.join()
+        assert directory.all() == [] and directory.ended().keys() == {RING}
+
+
 def test_a_record_that_is_none_is_an_error_and_no_answer(store: SQLiteStore) -> None:
     store.put(f"servers/{RING}", b"\xc1")
     with pytest.raises(StoreError, match=f"servers/{RING}"):
@@ -268,7 +301,7 @@ def test_reads_of_a_ring_wait_for_one_lookup_where_the_store_of_the_directory_ha
 # --- real processes ----------------------------------------------------------------------------------
 HANGS = """
 from helpers import eventually
-from store_proxy import HangingStore
+from store_proxy import HangingStore, StoreProxy
 from transport import ClientOptions, UCXXDataPackerMixin
 from transport.client.blocking import BlockingClient
 from transport.errors import TransportError

@@ -212,7 +212,7 @@ class Announcement:
         self._said = self._serving()
         self._published: Published | None = None  # None: it is not known whether there is anything
         self._withdrawn = False
-        self._ended = Flag()
+        self._ended, self._left = Flag(), Flag()  # the latter: a call of the thread is not waited for any more
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._keep, name="transport directory", daemon=True)
 
@@ -248,6 +248,8 @@ class Announcement:
                     log.warning("another server has published ring %s; trying again later", self._ring[:8])
                 else:
                     self._published, self._said = published, serving
+                    if self._left.is_set:  # this is behind what `close` has withdrawn
+                        self._withdraw()
 
     def close(self) -> None:
         """Stop, and withdraw the record if the store answers. Idempotent. Nothing in a forked child."""
@@ -257,15 +259,19 @@ class Announcement:
         if self._thread.is_alive():
             self._thread.join(_JOIN_S)
         if not self._withdrawn:
+            self._left.set()
             try:
-                if self._written.data_ended:  # before it is gone, so that no trainer sees neither
-                    self._directory.end(self._ring, self._written.fingerprint)
-                self._directory.withdraw(self._ring, self._published)
+                self._withdraw()
             except TransportError as error:
                 log.warning(
                     "withdrawing ring %s failed, it stays published until its lease ends: %s", self._ring[:8], error
                 )
             self._withdrawn = True  # last, so that after an interrupt the next call finishes
+
+    def _withdraw(self) -> None:
+        if self._written.data_ended:  # before it is gone, so that no trainer sees neither
+            self._directory.end(self._ring, self._written.fingerprint)
+        self._directory.withdraw(self._ring, self._published)
 
     def __enter__(self) -> Self:
         return self.start()
