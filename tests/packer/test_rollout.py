@@ -25,9 +25,11 @@ from transport.errors import BusyPortError, ClosedError, RingFullError, SchemaEr
 from transport.packer import rollout
 from transport.packer.options import RingOptions, ServerOptions
 from transport.ring.buffer import SharedRingBuffer
+from transport.runtime import hurry
 from transport.schema import Schema, UpTo
 from transport.server.server import UCXXServer
 from transport.store.directory import Directory
+from transport.store.memory import MemoryStore
 
 SCHEMA = Schema.of(obs=("float32", UpTo(16), 2))
 VALUES = {"obs": np.ones((3, 2), np.float32)}
@@ -245,6 +247,18 @@ def test_a_cleanup_that_cannot_say_the_end_closes_all_the_same(monkeypatch: pyte
         worker.cleanup_ucxx()
     assert ring.native.closed and ring.name not in _ring.segments()
     assert not [each for each in threading.enumerate() if each.name == "transport listeners"]
+
+
+def test_an_end_hurries_its_store_once_it_has_drained(monkeypatch: pytest.MonkeyPatch) -> None:
+    until: dict[str, float] = {}
+    monkeypatch.setattr(UCXXServer, "_drain", lambda *_: until.update(draining=hurry.until()))
+    monkeypatch.setattr(Directory, "withdraw", lambda *_: until.update(drained=hurry.until()))
+    with MemoryStore() as store:
+        worker = Worker()
+        server = ServerOptions(directory=Directory(store))
+        worker.setup_ucxx(SCHEMA, slots=2, mode="thread", server=server)
+        worker.cleanup_ucxx()
+    assert until["draining"] == float("inf") > until["drained"]
 
 
 def test_a_set_up_that_fails_before_there_is_a_ring_closes_the_rings_that_it_opened(

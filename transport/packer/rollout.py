@@ -40,7 +40,7 @@ from transport.runtime import arguments, hurry, spans
 from transport.runtime.amounts import count
 from transport.runtime.arguments import at_least, seconds
 from transport.schema import Schema
-from transport.server.server import TELL_S, UCXXServer
+from transport.server.server import UCXXServer
 from transport.store.directory import Announcement
 from transport.ticket import Ticket
 
@@ -217,20 +217,19 @@ class UCXXRolloutMixin(WithBlock):
                     pass
                 except Exception as error:
                     failed = error
-            # the ring is closed even if its end cannot be said, or the server fails to stop
-            with hurry.while_ending(max(hurry.MOST_S, drain_s + TELL_S)), contextlib.ExitStack() as stack:
-                if opened is not None:
-                    stack.callback(opened.close)
-                if ring is not None:
-                    stack.callback(lambda: _close(ring, server, time.monotonic() - begun if drain_s > 0 else 0.0))
-                if announcement is not None:
-                    stack.callback(announcement.close)  # readers look it up until the last payload is read
-                if exporter is not None:  # what waits for its trainers can be looked at
-                    stack.callback(exporter.close)
+            try:
                 if server is not None:
-                    stack.callback(
-                        lambda: server.close(max(0.0, give_up_at - time.monotonic()), told_s=self._ucxx_told_s)
-                    )
+                    server.close(max(0.0, give_up_at - time.monotonic()), told_s=self._ucxx_told_s)
+            finally:  # the ring is closed even if its end cannot be said, or the server fails to stop
+                with hurry.while_ending(), contextlib.ExitStack() as stack:  # from here on, however long it drained
+                    if opened is not None:
+                        stack.callback(opened.close)
+                    if ring is not None:
+                        stack.callback(lambda: _close(ring, server, time.monotonic() - begun if drain_s > 0 else 0.0))
+                    if announcement is not None:
+                        stack.callback(announcement.close)  # readers look it up until the last payload is read
+                    if exporter is not None:  # what waits for its trainers can be looked at
+                        stack.callback(exporter.close)
         except Exception:  # a second try would fail as well
             self._ucxx_ending = None
             raise
