@@ -222,5 +222,5 @@ class Connection:
         still reads one's slot, so only `close` ends it."""
     def close(self) -> None:
         """UCX is out of the slots' memory before their pins go."""
-    def send_away(self) -> None:
-        """Close, and expect the client among the ring's takers for the seconds in which it comes again."""
+    def expect_again(self) -> None:
+        """Expect the client, who is to close, among the ring's takers for the seconds in which it comes again."""

@@ -74,7 +74,7 @@ void bind_serving(nb::module_& module) {
       .def("end_consumed", &Connection::end_consumed, nb::call_guard<GilReleased>())
       .def("expire", &Connection::expire, "before"_a, nb::call_guard<GilReleased>())
       .def("close", &Connection::close, nb::call_guard<GilReleased>())
-      .def("send_away", &Connection::send_away, nb::call_guard<GilReleased>());
+      .def("expect_again", &Connection::expect_again);
 }
 
 }  // namespace transport::ucp::python

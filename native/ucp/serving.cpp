@@ -380,12 +380,9 @@ void Connection::close() {
   service_->ring_.close_taker(taker_);
 }
 
-void Connection::send_away() {
-  if (!closed_) {
-    const Ring::InUse use(service_->ring_);
-    service_->ring_.lose_taker(std::exchange(taker_, -1));
-  }
-  close();
+void Connection::expect_again() {
+  const Ring::InUse use(service_->ring_);
+  service_->ring_.lose_taker(std::exchange(taker_, -1));
 }
 
 }  // namespace transport::ucp

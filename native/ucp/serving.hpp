@@ -247,7 +247,7 @@ class Connection : public Deferred {
   Connection& operator=(const Connection&) = delete;
 
   void close();
-  void send_away();  // close, where the client is to come again
+  void expect_again();  // its client is to close, and to come again
 
   std::size_t attempts() const { return attempts_; }
   std::size_t unsent() const { return unsent_; }

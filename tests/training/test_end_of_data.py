@@ -18,6 +18,7 @@ from transport.claims.places import OnThisHost, each_observed
 from transport.errors import BusyError
 from transport.ring.attachment import remove_dead
 from transport.training.batch import Batch
+from transport.wires import Wire
 
 pytestmark = pytest.mark.ucx
 SCHEMA = Schema.of(number=("int64",))
@@ -338,20 +339,24 @@ def test_a_trainer_that_rests_hears_the_end() -> None:
         assert consumed(trainer) == 0
 
 
-def test_a_trainer_that_has_enough_of_one_rollout_hears_the_end_of_another() -> None:
+@pytest.mark.parametrize("wire", ["tcp", "shm"])
+def test_a_trainer_that_has_enough_of_one_rollout_hears_the_end_of_another(wire: Wire) -> None:
     ports: list[str] = []
     prefix = f"end-{os.getpid()}-"
     with (
-        rollouts(f"rings:{prefix}", 0, 12, ports=ports) as [ends, writes],
-        Trainer(SCHEMA, "rings://" + ",".join(f"127.0.0.1:{port}" for port in ports)) as trainer,
+        rollouts(f"rings:{prefix}", 0, 60, ports=ports) as [ends, writes],
+        Trainer(SCHEMA, "rings://" + ",".join(f"127.0.0.1:{port}" for port in ports), wire={wire}) as trainer,
     ):
+        taken = [consume(take(trainer, 1))]
+        while of_rings(prefix, lambda ring: ring.takers) < 2:  # it has not asked both
+            taken.append(consume(take(trainer, 1)))
         batch = take(trainer, 1)
         eventually(lambda: of_rings(prefix, lambda ring: ring.depth(0)["claimed"]) >= 4, "it has three ahead")
-        eventually(lambda: of_rings(prefix, lambda ring: ring.takers) == 2, "it has asked both")
         end(ends)
         ends.wait()
         end(writes)
-        assert consume(batch) + consumed(trainer) == 12
+        assert sum(taken) + consume(batch) + consumed(trainer) == 60
+        assert trainer.statistics().lost_claims == 0
 
 
 def test_a_trainer_whose_listener_is_killed_before_the_end_hears_it() -> None:

@@ -40,6 +40,10 @@ named one of them; the next answers bring one payload each then, until one is ha
 END ends a delivery that is not to be trained on, which is not consumed: the ring's log of failures has its reason and
 its consumer.
 
+A listener has one more byte on the stream, COME_AGAIN, for a client that has asked for payloads, and asks for nothing
+when the ring has ended: the client parts, and hears the end with its next WELCOME. The client closes, since over shared
+memory a peer that goes away may have left the client's queue unusable.
+
 OUTCOME asks any port of the ring what became of a FINISH, or with `END_ASKED` of an END, whose connection broke before
 its answer. ``key`` names that
 connection by the tag bases of its two sides, the listener's in the upper half. Codes: 0 consumed; 1 not, and a FINISH
@@ -74,6 +78,7 @@ MOST_ATTEMPTS = 2047  # in vain, that a TAKE may allow
 MOST_UNANSWERED = 256  # ends of a connection's claims: as many stand in the ring
 END_ASKED = 1 << 15  # in the attempts of an OUTCOME: it asks about an END
 UNKNOWN = 10  # an answer to OUTCOME
+COME_AGAIN: Final = b"\x01"
 MESSAGE_NUMBERS = 1 << 24  # a connection is retired when it has used them
 
 

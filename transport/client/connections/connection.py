@@ -100,7 +100,7 @@ class Link:
         self.port = port  # (host, port), as asked for
         self._codes = engine()
         self.native: _ucp.Link = self._codes.Link(endpoint.native, tag_base, welcome.tag_base, welcome.inline_limit)
-        self.given_up = False  # for what happened to another link
+        self.given_up = False  # for what happened to another link, or because its listener has asked for it
         self.inline_limit = welcome.inline_limit  # of the listener: payloads of up to this many bytes are joined
         self.ring = welcome.ring
         self.consumers = welcome.consumers  # as the ring's segment has them
@@ -111,7 +111,8 @@ class Link:
         self.ports = welcome.ports
         self.wire: Wire = endpoint.wire()
         # As a listener does: UCX keeps what comes after the handshake in its way, however much it is.
-        endpoint.receive_stream(bytearray(1)).add_done_callback(partial(_said_more, endpoint))
+        said = bytearray(len(frames.COME_AGAIN))
+        endpoint.receive_stream(said).add_done_callback(partial(self._said_more, said))
 
     def __repr__(self) -> str:
         return f"<Link {self._endpoint.name} by {self.wire}, {self.native.next_number} messages>"
@@ -253,15 +254,18 @@ class Link:
         if self.native.next_number >= frames.MESSAGE_NUMBERS:
             raise InternalError(f"{self!r} has no message numbers left and should have been closed")
 
+    def _said_more(self, said: bytearray, came: asyncio.Future[int]) -> None:
+        if came.cancelled() or came.exception() is not None:
+            return
+        if said == frames.COME_AGAIN:
+            self.given_up = True
+        else:
+            log.warning("%s sent stream data after the handshake; its connection ends", self._endpoint.name)
+        self.abort()
+
     def abort(self) -> None:
         """Close at once; on return UCX is out of every buffer. Idempotent."""
         self._endpoint.abort()
-
-
-def _said_more(endpoint: Endpoint, said: asyncio.Future[int]) -> None:
-    if not said.cancelled() and said.exception() is None:
-        log.warning("%s sent stream data after the handshake; its connection ends", endpoint.name)
-        endpoint.abort()
 
 
 def _look_at(future: asyncio.Future[int]) -> None:
