@@ -25,6 +25,7 @@ from typing import Annotated, Any, Final, Literal, Union
 
 import msgspec
 
+from transport.decoders import convert
 from transport.errors import ConfigurationError
 from transport.folders import expanded, in_working_folder
 from transport.settings import DEFAULTS, OperatorSettings, Settings
@@ -240,7 +241,7 @@ def _converted(key: str, value: Any, where: str, *, strict: bool) -> Any:
     elif not strict and value.strip() == "" and _may_be_none(kind):
         value = None
     try:
-        converted = msgspec.convert(value, type=kind, strict=strict)
+        converted: Any = convert(value, kind, strict=strict)
     except msgspec.ValidationError as error:
         given, wanted = repr(value) if strict else _shown(value), _wanted(kind, strict) or str(error)
         raise ConfigurationError(f"{where}={given}: {wanted}".replace(" - at `$`", "")) from None

@@ -36,6 +36,7 @@ import ml_dtypes
 import msgspec
 import numpy as np
 
+from transport.decoders import json_decoder, msgpack_decoder
 from transport.errors import SchemaError
 
 ALIGNMENT: Final = 64  # one cache line, and the widest vector load
@@ -467,9 +468,9 @@ def _decoded(data: bytes) -> Schema:
     return Schema(tuple(map(TensorSpec.of_row, rows)))
 
 
-_decode_frame = msgspec.msgpack.Decoder(tuple[int, msgspec.Raw]).decode  # a later version may have other rows
-_decode_rows = msgspec.msgpack.Decoder(tuple[_Row, ...]).decode
-_decode_json = msgspec.json.Decoder(Schema).decode
+_decode_frame = msgpack_decoder(tuple[int, msgspec.Raw])  # a later version may have other rows
+_decode_rows = msgpack_decoder(tuple[_Row, ...])
+_decode_json = json_decoder(Schema)
 
 
 def _check_size(document: str | bytes) -> None:

@@ -26,6 +26,7 @@ import msgspec
 import numpy as np
 
 from transport import _ring
+from transport.decoders import convert, json_decoder, msgpack_decoder
 from transport.errors import RankError, SchemaError, TicketError
 from transport.group import EndOf, GroupOf, ended_group, group_of, users_own
 from transport.schema import MAX_BYTES, MAX_TENSORS, NOTHING, PayloadLayout, Placement, Schema
@@ -304,7 +305,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         try:
             fields = _decode_object(text)
             _check_version(fields.pop("version", None))
-            return msgspec.convert(fields, cls)
+            return convert(fields, cls)
         except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
             raise TicketError(f"this JSON is not a ticket: {error}") from error
 
@@ -364,8 +365,8 @@ def memory_identity() -> str:
 _encode = msgspec.msgpack.Encoder().encode
 _fields_of = attrgetter(*_Row.__struct_fields__)  # an array of them is what a _Row is encoded as
 _SCHEMA_AT: Final = _Row.__struct_fields__.index("schema")
-_decode_row = msgspec.msgpack.Decoder(_Row).decode
-_decode_object = msgspec.json.Decoder(dict[str, Any]).decode
+_decode_row = msgpack_decoder(_Row)
+_decode_object = json_decoder(dict[str, Any])
 
 
 # --- checks --------------------------------------------------------------------------------------

@@ -14,13 +14,13 @@ import signal
 import sys
 import time
 
-import msgspec
 import numpy as np
 import payloads
 from ledger import Journal
 from plan import RolloutPart, opened, patiently
 
 from transport import UCXXRolloutMixin
+from transport.decoders import json_decoder
 from transport.packer.options import RingOptions, ServerOptions
 from transport.ticket import Ticket
 
@@ -100,7 +100,7 @@ def main() -> None:
     """Until standard input ends."""
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     logging.basicConfig(level="INFO", format="%(asctime)s writer %(process)d %(levelname)s %(message)s")
-    part = msgspec.json.decode(sys.argv[1], type=RolloutPart)
+    part = json_decoder(RolloutPart)(sys.argv[1])
     worker = Worker(part)
     worker.start()
     size = max(1, round(part.per_s * _EVERY_S)) if part.per_s else _BATCH

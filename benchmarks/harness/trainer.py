@@ -12,12 +12,12 @@ from collections import deque
 from functools import partial
 from typing import Any
 
-import msgspec
 import payloads
 from ledger import Journal
 from plan import TrainerPart, opened, patiently, words_of
 
 from transport import ClientOptions, Trainer
+from transport.decoders import json_decoder
 from transport.training.batch import Batch
 
 _ABANDON_EVERY = 8  # one batch in so many is given back instead of trained on, the first of each life among them
@@ -103,7 +103,7 @@ def main() -> None:
     """Until standard input ends."""
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     logging.basicConfig(level="INFO", format="%(asctime)s trainer %(process)d %(levelname)s %(message)s")
-    part = msgspec.json.decode(sys.argv[1], type=TrainerPart)
+    part = json_decoder(TrainerPart)(sys.argv[1])
     training = Training(part)
     in_hand: deque[Held] = deque()
     taken = trained = 0

@@ -19,6 +19,7 @@ from transport.bench.processes import run_group
 from transport.bench.result import OURS, BenchReport, aligned
 from transport.bench.session import SessionOutcome
 from transport.client.blocking import BlockingClient
+from transport.decoders import convert, json_decoder
 from transport.errors import LinkError, UsageError
 from transport.ring.buffer import SharedRingBuffer
 from transport.runtime.progress import Progress
@@ -153,7 +154,7 @@ def _theirs(peer: Peer, seconds: float, batch: int) -> _Figures:
     script = str(JOB_SCRIPTS / _SCRIPT)
     command = [interpreter(peer), str(Path(trajectories.__file__)), script, str(seconds), str(batch)]
     output = run_group(command, {}, _START_S + 4 * seconds)
-    return msgspec.json.decode(output.splitlines()[-1], type=_Figures)
+    return json_decoder(_Figures)(output.splitlines()[-1])
 
 
 def run(
@@ -172,7 +173,7 @@ def run(
             return _theirs(JOB_PEERS[case.peer], seconds, batch)
         with _ours(case.wire, batch) as carrier:  # type: ignore[arg-type]
             try:
-                return msgspec.convert(trajectories.measure(carrier, seconds, batch), _Figures)
+                return convert(trajectories.measure(carrier, seconds, batch), _Figures)
             except trajectories.WrongTrajectoryError as error:
                 raise LinkError(str(error)) from error
 

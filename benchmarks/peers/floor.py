@@ -17,6 +17,7 @@ from benchmarks.peers.programs import build
 from transport.bench.machine import settings_of
 from transport.bench.processes import run_group
 from transport.bench.result import Case, Timing
+from transport.decoders import json_decoder
 from transport.errors import LinkError, MissingDependencyError
 from transport.runtime.installing import install
 from transport.wire import library as ucx
@@ -64,6 +65,6 @@ def measure(case: Case, seconds: float, run: Callable[..., bytes] = run_group) -
     environment["LD_LIBRARY_PATH"] = str(_library())
     output = run([str(program()), *map(str, numbers)], environment, _TIMEOUT_S + 4 * seconds)
     try:
-        return msgspec.json.decode(output, type=Timing)
+        return json_decoder(Timing)(output)
     except msgspec.MsgspecError as error:
         raise LinkError(f"{_NAME} printed no results: {error}") from error

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 
-import msgspec
-
 from benchmarks.peers import floor
 from benchmarks.peers.registry import FLOOR, PEERS, SCRIPTS, Peer, interpreter, library_path
 from transport.bench.processes import run_group
 from transport.bench.reads.loopback import slots_for
 from transport.bench.result import Case, Timing
+from transport.decoders import json_decoder
 from transport.errors import LinkError
 
 _PEER_TIMEOUT_S = 90.0
@@ -62,4 +61,4 @@ def _measured(peer: Peer, case: Case, seconds: float) -> Timing:
     lines = [line for line in output.splitlines() if line.startswith(b"{")]
     if not lines:
         raise LinkError("the process printed no results")
-    return msgspec.json.decode(lines[-1], type=Timing)
+    return json_decoder(Timing)(lines[-1])

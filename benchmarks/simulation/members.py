@@ -18,7 +18,6 @@ from functools import partial
 from typing import Final, NamedTuple
 from unittest import mock
 
-import msgspec
 from accounts import Accounts, Violation
 from member import RUN, Member
 from plans import Result
@@ -26,6 +25,7 @@ from plans import Result
 from transport.cooldown.epochs.election import checkpointers, elect
 from transport.cooldown.epochs.records import EpochRecord
 from transport.cooldown.epochs.records import Phase as EpochPhase
+from transport.decoders import json_decoder
 from transport.rendezvous.member_states import State
 from transport.rendezvous.records import Place, Roster, Round, RoundPhase, Status
 from transport.rendezvous.rules import Rules
@@ -205,12 +205,12 @@ class Members:
     def written(self, name: str, change: Change) -> None:
         """Each record is checked as it is written."""
         if change.key == f"rendezvous/{RUN}/round" and change.value is not None:
-            self._round(name, msgspec.json.decode(change.value, type=Round))
+            self._round(name, json_decoder(Round)(change.value))
         elif "/epoch/" in change.key and change.value is not None:
             before = self._ended.get(change.key)
             if before is not None and before != change.value:
                 raise Violation(f"{name} changes {change.key}, which has ended")
-            record = msgspec.json.decode(change.value, type=EpochRecord)
+            record = json_decoder(EpochRecord)(change.value)
             if record.phase is EpochPhase.ENDED:
                 self._epoch(record)
                 self._ended[change.key] = bytes(change.value)
@@ -235,7 +235,7 @@ class Members:
         entry = self.store.get(f"rendezvous/{RUN}/{current.number}/roster")
         if entry is None:
             raise Violation(f"round {current.number} runs without a roster")
-        names = [peer.member for peer in msgspec.json.decode(entry.value, type=Roster).peers]
+        names = [peer.member for peer in json_decoder(Roster)(entry.value).peers]
         if len(set(names)) != len(names) or not current.least <= len(names) <= current.most:
             raise Violation(f"round {current.number} has the roster {names}, of {current.least} to {current.most}")
         shuffled = self.rng.sample(names, len(names))
@@ -273,7 +273,7 @@ class Members:
             states = Counter(member.session.view.state.value for member in living)
             raise Violation(f"starved: {len(active)} of {wanted} members have a rank: {dict(states)}")
         for key, entry in self.store.scan("cooldown/run/epoch/").items():
-            record = msgspec.json.decode(entry.value, type=EpochRecord)
+            record = json_decoder(EpochRecord)(entry.value)
             old = record.epoch < len(self._ended)
             if active and old and record.phase is not EpochPhase.ENDED:
                 raise Violation(f"{key} has not ended")

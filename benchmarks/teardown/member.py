@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 from transport import Rollout, Schema, ServerOptions, Trainer, UpTo
+from transport.decoders import json_decoder
 from transport.errors import TransportError
 from transport.runtime.signals import Stopped, until_stopped
 
@@ -74,7 +75,7 @@ def main() -> None:
     """As the command line says."""
     faulthandler.register(signal.SIGUSR1)  # job.py asks whoever is late where it is
     logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d %(process)d %(name)s %(message)s")
-    role, plan = sys.argv[1], msgspec.json.decode(sys.argv[2], type=JobPlan)
+    role, plan = sys.argv[1], json_decoder(JobPlan)(sys.argv[2])
     with until_stopped() as stopped:
         (rollout if role == "rollout" else trainer)(plan, stopped)
 

@@ -17,6 +17,7 @@ import msgspec
 import uvloop
 from process_member import Answer, Request
 
+from transport.decoders import convert, json_decoder
 from transport.errors import UsageError
 from transport.weights.engine import WeightsEngine
 from transport.weights.options import EngineOptions
@@ -53,7 +54,7 @@ def make(config: MemberConfig) -> WeightsTrainer | Replica:
     options = {key: value for key, value in config.engine.items() if key in further}
     module, _, name = config.made.partition(":")
     made = getattr(importlib.import_module(module), name)(**config.arguments)
-    named["options"] = msgspec.convert(options, EngineOptions)
+    named["options"] = convert(options, EngineOptions)
     if hasattr(made, "progress"):
         named["progress"] = made.progress
     if named.pop("in_place", False):
@@ -123,11 +124,11 @@ async def serve(out: BinaryIO) -> None:
     reader = asyncio.StreamReader(limit=_MOST_LINE)
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    config = msgspec.json.decode(await reader.readline(), type=MemberConfig)
+    config = json_decoder(MemberConfig)(await reader.readline())
     answering = Answering(make(config), out)
     try:
         async for line in reader:
-            answering.take(msgspec.json.decode(line, type=Request))
+            answering.take(json_decoder(Request)(line))
     finally:
         await answering.end()
 

@@ -23,6 +23,7 @@ from typing import Any, Self
 import msgspec
 
 from transport import errors
+from transport.decoders import convert, json_decoder
 from transport.errors import MemberFailedError, MemberLostError, TransportError
 from transport.ring.attachment import remove_dead
 from transport.weights.plan.steps import Metadata, VersionProof
@@ -109,7 +110,7 @@ class ProcessMember:
         assert self.process.stdout is not None
         try:
             async for line in self.process.stdout:
-                answer = msgspec.json.decode(line, type=Answer)
+                answer = json_decoder(Answer)(line)
                 waiting = self._waiting.pop(answer.id, None)
                 if waiting is None or waiting.done():
                     continue
@@ -206,7 +207,7 @@ class ProcessMember:
 
 
 def _proof(value: Any) -> VersionProof | None:
-    return None if value is None else msgspec.convert(value, VersionProof)
+    return None if value is None else convert(value, VersionProof)
 
 
 def _error(name: str, kind: str, text: str) -> Exception:

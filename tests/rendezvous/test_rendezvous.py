@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from helpers import Child, asynchronous, eventually, until
 from redis_server import needs_redis, redis_server
 
+from transport.decoders import json_decoder
 from transport.errors import ClosedError, RunLostError, StoreUnavailableError, StoreUnsuitableError
 from transport.rendezvous import Archive, Closing, Place, Reason, Rendezvous, Rules
 from transport.rendezvous.records import Round, RoundPhase
@@ -98,7 +98,7 @@ class MemberGroup:
 
     def round(self) -> Round | None:
         entry = self._store.get(f"rendezvous/{RUN}/round")
-        return None if entry is None else msgspec.json.decode(entry.value, type=Round)
+        return None if entry is None else json_decoder(Round)(entry.value)
 
     def close(self) -> None:
         self._stack.close()

@@ -10,9 +10,9 @@ import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 from store_proxy import FailingStore, Killed
 
+from transport.decoders import json_decoder
 from transport.rendezvous.closing import Archive
 from transport.rendezvous.member_states import State
 from transport.rendezvous.records import Closing, Place, Reason, Roster, Round, RoundPhase, Status
@@ -36,7 +36,7 @@ class Line(FailingStore):
     def wrote(self, change: Change) -> None:
         if change.key == f"rendezvous/{RUN}/round" and change.value is not None:
             assert change.expected is not None, "the round is written over something unseen"
-            self._wrote(self._name, msgspec.json.decode(change.value, type=Round))
+            self._wrote(self._name, json_decoder(Round)(change.value))
 
 
 class SimulatedMember:
@@ -91,7 +91,7 @@ class SimulatedRun:
         if current.phase is RoundPhase.RUNNING:
             entry = self.store.get(f"rendezvous/{RUN}/{current.number}/roster")
             assert entry is not None
-            roster = msgspec.json.decode(entry.value, type=Roster)
+            roster = json_decoder(Roster)(entry.value)
             self.check_roster(current, roster)
             self.rosters[current.incarnation, current.number] = roster
 
@@ -103,7 +103,7 @@ class SimulatedRun:
         assert current.least <= len(names) <= current.most
         ranks = []
         for key, entry in self.store.scan(f"rendezvous/{RUN}/{current.number}/place/").items():
-            place = msgspec.json.decode(entry.value, type=Place)
+            place = json_decoder(Place)(entry.value)
             assert place.round == current.number, f"{key} is of round {place.round}"
             assert place.size == len(names)
             if place.rank >= 0:
@@ -147,7 +147,7 @@ class SimulatedRun:
     def round(self) -> Round | None:
         """As it stands in the store."""
         entry = self.store.get(f"rendezvous/{RUN}/round")
-        return None if entry is None else msgspec.json.decode(entry.value, type=Round)
+        return None if entry is None else json_decoder(Round)(entry.value)
 
     def closings(self) -> set[tuple[str, Reason]]:
         """Every (incarnation, reason) that was ever written."""

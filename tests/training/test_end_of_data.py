@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from helpers import Child, eventually, in_thread
+from loopback import lasting_port
 
 from transport import FoundRings, Rollout, Schema, SharedRingBuffer, Trainer, UCXXServer, _ring
 from transport._ring import segments
@@ -540,8 +541,9 @@ def test_a_trainer_elsewhere_follows_a_ring_that_another_writer_takes_over_after
 ) -> None:
     monkeypatch.setenv("TRANSPORT_WIRES", "tcp")
     name = f"rollout-end-{os.getpid()}"
-    with Child(WRITER, name, 0) as first:
-        port = first.line()
+    port = str(lasting_port())
+    with Child(WRITER, name, port) as first:
+        assert first.line() == port
         with Trainer(SCHEMA, f"rings://127.0.0.1:{port}") as trainer:
             assert consume(take(trainer, 1)) == 1
             end(first)

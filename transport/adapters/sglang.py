@@ -26,6 +26,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from transport.decoders import json_decoder
 from transport.devices.arrays import to_host
 from transport.errors import ProtocolError, UsageError
 from transport.runtime.releases import require_fitting
@@ -97,7 +98,7 @@ def _found(named_tensors: list[tuple[str, Any]]) -> _Address:
     value = named_tensors[0][1]
     data = value if isinstance(value, np.ndarray) else to_host(value)
     try:
-        return msgspec.json.decode(data.tobytes(), type=_Address)
+        return json_decoder(_Address)(data.tobytes())
     except (msgspec.MsgspecError, UnicodeError) as error:
         raise ProtocolError(f"{named_tensors[0][0]} is not an address of transport.adapters.sglang: {error}") from error
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from transport.decoders import json_decoder
 from transport.errors import LinkError
 
 END_S = 20.0  # a writer stops its listeners in order, which takes moments
@@ -88,7 +89,7 @@ class BenchProcess:
             status = self._process.wait()
             self._reading.join(_LINGER_S)
             raise LinkError(f"the measuring {self._what} ended with status {status}: {last_line(self._errors)}")
-        return msgspec.json.decode(line)
+        return json_decoder(object)(line)
 
     def ask(self, message: object) -> Any:
         """Send a line and wait for the answer."""

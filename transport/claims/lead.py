@@ -21,12 +21,12 @@ import msgspec
 from transport import _ring
 from transport.claims.notices import Notice
 from transport.claims.rings import FoundRings
+from transport.decoders import msgpack_decoder
 from transport.errors import ClosedError, TransportError, UsageError
 from transport.ring.buffer import SharedRingBuffer
 from transport.runtime import hurry
 from transport.runtime.amounts import count
 from transport.runtime.blocking_calls import BoundedCalls
-from transport.runtime.decoders import ready
 from transport.runtime.error_text import error_text
 from transport.runtime.logs import LOOK_S, SAY_AGAIN_S, LogLimit
 from transport.ticket import Ticket
@@ -49,9 +49,6 @@ class _StepsWaiting(msgspec.Struct, frozen=True, array_like=True):
     steps: int
     share: int
     mesh: str = ""
-
-
-ready(_StepsWaiting)
 
 
 class LeadSaid:
@@ -114,7 +111,7 @@ class LeadSaid:
 
 def _said_in(notice: Notice) -> _StepsWaiting:
     try:
-        return msgspec.msgpack.decode(notice.payload, type=_StepsWaiting)
+        return msgpack_decoder(_StepsWaiting)(notice.payload)
     except msgspec.MsgspecError:  # of another version of this package
         return _StepsWaiting(0, 1)
 

@@ -18,6 +18,7 @@ from typing import Final, Literal, Protocol
 import msgspec
 
 from transport import _ring
+from transport.decoders import msgpack_decoder
 from transport.errors import (
     ClosedError,
     PayloadTooLargeError,
@@ -28,7 +29,6 @@ from transport.errors import (
 )
 from transport.ring.attachment import belongs, remove_dead, remove_if_dead
 from transport.ring.buffer import SharedRingBuffer
-from transport.runtime.decoders import ready
 from transport.runtime.waits import Flag
 from transport.store.base import ABSENT, Store
 from transport.store.stored import encode, readable
@@ -84,9 +84,6 @@ class Notices(Protocol):
 class _Said(msgspec.Struct, frozen=True, array_like=True):
     version: int
     payload: bytes
-
-
-ready(_Said)
 
 
 class NoNotices:
@@ -267,7 +264,7 @@ def _newest(ring: SharedRingBuffer) -> _Said | None:
             if ring.native.info(slot).generation != info.generation or _ring.checksum(data) != info.checksum:
                 continue
             with contextlib.suppress(msgspec.MsgspecError):  # of another program
-                said = msgspec.msgpack.decode(data, type=_Said)
+                said = msgpack_decoder(_Said)(data)
                 if newest is None or said.version > newest.version:
                     newest = said
     return newest

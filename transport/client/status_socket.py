@@ -23,7 +23,7 @@ from typing import Final
 import msgspec
 
 from transport.client.payload import ClientStatistics
-from transport.runtime.decoders import ready
+from transport.decoders import json_decoder
 
 log = logging.getLogger(__name__)
 
@@ -52,9 +52,6 @@ class ClientStatus(msgspec.Struct, frozen=True, kw_only=True):
     places: str = ""
     rings: tuple[str, ...] = ()
     nothing: str = ""
-
-
-ready(ClientStatus)
 
 
 class StatusSocket:
@@ -153,7 +150,7 @@ def _ask(name: str) -> ClientStatus | None:
         answer = b""
         while len(answer) < _MOST_BYTES and (piece := asking.recv(_MOST_BYTES)):
             answer += piece
-        return msgspec.json.decode(answer, type=ClientStatus)
+        return json_decoder(ClientStatus)(answer)
     return None
 
 

@@ -12,9 +12,9 @@ from collections.abc import Iterable
 
 import msgspec
 
+from transport.decoders import msgpack_decoder
 from transport.errors import UsageError
 from transport.packer.group_names import GroupNames
-from transport.runtime.decoders import ready
 from transport.settings import DEFAULTS, Settings
 from transport.ticket import Delivery
 
@@ -32,9 +32,6 @@ class _Stored(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     rings: list[tuple[str, list[tuple[int, int, int]]]]
     steps: dict[str, int] = {}
     groups: bytes = b""
-
-
-ready(_Stored)
 
 
 class ConsumedRecord:
@@ -132,7 +129,7 @@ class ConsumedRecord:
     def from_bytes(cls, data: bytes, settings: Settings = DEFAULTS) -> ConsumedRecord:
         """Return the record that ``to_bytes`` stored. UsageError for anything else, naming an unknown version."""
         try:
-            stored = msgspec.msgpack.decode(data, type=_Stored)
+            stored = msgpack_decoder(_Stored)(data)
         except msgspec.MsgspecError as error:
             raise UsageError(f"not a record of consumed payloads: {error}") from error
         if stored.version != STORED_VERSION:

@@ -10,7 +10,7 @@ import msgspec
 from transport.client.device_reads import DeviceReceive
 from transport.ring.buffer import Sync
 from transport.ring.overflow import Overflow
-from transport.runtime.decoders import hiding
+from transport.runtime.hiding import hiding
 from transport.settings import Settings
 from transport.store.directory import Directory
 from transport.wires import Wire

@@ -22,7 +22,6 @@ from typing import Annotated
 import msgspec
 
 from transport.errors import UsageError
-from transport.runtime.decoders import ready
 from transport.runtime.error_text import MOST_TEXT
 
 MOST_NAME_CHARACTERS = 128  # of runs and members
@@ -128,9 +127,6 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
 
     round: Count
     peers: tuple[Peer, ...]
-
-
-ready(Closing, Round, Seat, Place, Peer, Roster)
 
 
 def check_name(what: str, name: str) -> str:

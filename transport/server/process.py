@@ -20,11 +20,12 @@ import msgspec
 import uvloop
 
 from transport.config import LogFormat, LogLevel
+from transport.decoders import json_decoder
 from transport.errors import TransportError, UsageError
 from transport.ring.attachment import Attachment, attached
 from transport.runtime import stacks
-from transport.runtime.decoders import hiding
 from transport.runtime.error_text import reportable
+from transport.runtime.hiding import hiding
 from transport.runtime.logs import LoggedErrors, handler
 from transport.server.lifetime import Lifetime, ServingPhase
 from transport.server.listener import Listener
@@ -57,7 +58,7 @@ class ListenerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     def checked(self) -> ListenerConfig:
         """Return the configuration as a listener process reads it. UsageError: it would refuse a field."""
         try:
-            return msgspec.json.decode(msgspec.json.encode(self), type=ListenerConfig)
+            return json_decoder(ListenerConfig)(msgspec.json.encode(self))
         except (TypeError, msgspec.ValidationError) as error:
             raise UsageError(f"a listener cannot be configured so: {error}") from None
 
@@ -168,7 +169,7 @@ def main() -> NoReturn:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # the usual 1024 are too few for 1024 connections
     try:
-        config = msgspec.json.decode(sys.stdin.buffer.read(), type=ListenerConfig)
+        config = json_decoder(ListenerConfig)(sys.stdin.buffer.read())
     except msgspec.MsgspecError as error:  # the package was replaced under a running supervisor
         message = f"listener and supervisor are of different builds ({error}); restart the server"
         answer(StartReport.of(UsageError(message)))

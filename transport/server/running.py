@@ -17,6 +17,7 @@ from concurrent.futures import Future, wait
 import msgspec
 
 from transport import errors
+from transport.decoders import json_decoder
 from transport.errors import InternalError, TransportError
 from transport.ring.buffer import SharedRingBuffer
 from transport.runtime import threads
@@ -128,7 +129,7 @@ class Processes:
                 killer.cancel()
                 killer.join()
         if line:
-            return msgspec.json.decode(line, type=StartReport)
+            return json_decoder(StartReport)(line)
         return StartReport(error=_DIED, message=f"the supervisor ended with status {process.wait()}")
 
     def _watch(self) -> None:

@@ -22,6 +22,7 @@ import msgspec
 
 from transport import _ring
 from transport.config import Address, LogFormat, LogLevel
+from transport.decoders import convert
 from transport.errors import BusyPortError, ConfigurationError, RingError, UsageError
 from transport.ring.attachment import attached, file_of
 from transport.ring.buffer import MAX_READERS, SharedRingBuffer
@@ -273,7 +274,7 @@ class UCXXServer:
 def _checked(addresses: Sequence[str]) -> tuple[str, ...]:
     """Return the addresses, or raise UsageError for what no ticket may have, or no reader can connect to."""
     try:
-        found: tuple[str, ...] = msgspec.convert(addresses, _ADDRESSES)
+        found: tuple[str, ...] = convert(addresses, _ADDRESSES)
     except msgspec.ValidationError:
         raise UsageError(
             f"addresses={addresses!r:.200}: give at most {MAX_ADDRESSES} IP addresses or names of hosts, without ports"

@@ -25,6 +25,7 @@ import msgspec
 import uvloop
 
 from transport import _ring
+from transport.decoders import json_decoder
 from transport.errors import BusyPortError, RingBusyError, RingNotFoundError, TransportError
 from transport.ring.attachment import Attachment, attached
 from transport.runtime import stacks
@@ -279,7 +280,7 @@ class Supervisor:
             process.stdin.write(msgspec.json.encode(config))
             process.stdin.close()
         line = await process.stdout.readline()
-        return msgspec.json.decode(line, type=StartReport) if line.endswith(b"\n") else None
+        return json_decoder(StartReport)(line) if line.endswith(b"\n") else None
 
     async def _watch(self, served: ServedPort, process: asyncio.subprocess.Process) -> None:
         status = await process.wait()
@@ -399,7 +400,7 @@ def main() -> int:
     """Entry point. Exit status 0 after a graceful stop, 1 when a listener could not start."""
     keep_stdout_for_the_answer()
     stacks.enable()
-    config = msgspec.json.decode(sys.stdin.buffer.read(), type=SupervisorConfig)
+    config = json_decoder(SupervisorConfig)(sys.stdin.buffer.read())
     logging.basicConfig(level=config.listener.log_level, handlers=[handler(config.listener.log_format, "supervisor")])
     try:
         return uvloop.run(_supervise(config))

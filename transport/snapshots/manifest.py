@@ -11,9 +11,10 @@ import msgspec
 
 from transport.cooldown.epochs.manifest import FILES, File
 from transport.cooldown.epochs.records import check_name, is_attempt
+from transport.decoders import json_decoder, msgpack_decoder
 from transport.errors import CheckpointDamagedError, TicketError, UsageError
 from transport.ring.buffer import MAX_READERS
-from transport.runtime.decoders import hiding, ready
+from transport.runtime.hiding import hiding
 from transport.store.stored import encode
 from transport.ticket import Ticket
 
@@ -107,8 +108,7 @@ class _Head(msgspec.Struct, frozen=True):
     number: int = 0
 
 
-ready(Manifest, _Head)
-_index = msgspec.msgpack.Decoder(Index)
+_decode_index = msgpack_decoder(Index)
 
 
 # --- places ---------------------------------------------------------------------------------------------
@@ -180,13 +180,13 @@ def decode(data: bytes, run: str, step: int, attempt: str) -> Manifest:
     Raises CheckpointDamagedError if it is none, or belongs to another snapshot; UsageError for a newer format.
     """
     try:
-        found = msgspec.json.decode(data, type=_Head).format
+        found = json_decoder(_Head)(data).format
         if found > FORMAT:
             raise UsageError(
                 f"the snapshot of step {step} has format {found}, this build reads up to {FORMAT}: upgrade "
                 "payload-transport"
             )
-        manifest = msgspec.json.decode(data, type=Manifest)
+        manifest = json_decoder(Manifest)(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointDamagedError(f"the snapshot's manifest cannot be decoded: {error}") from error
     if (manifest.run, manifest.step, manifest.attempt) != (run, step, attempt):
@@ -207,7 +207,7 @@ def decode(data: bytes, run: str, step: int, attempt: str) -> Manifest:
 def number_of(data: bytes) -> int:
     """Return the number of a manifest's cut; 0, before all others, for one that cannot be read or has none."""
     try:
-        return msgspec.json.decode(data, type=_Head).number
+        return json_decoder(_Head)(data).number
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return 0
 
@@ -218,7 +218,7 @@ def decode_index(data: bytes, part: RingPart) -> tuple[bytes, list[tuple[Ticket,
     CheckpointDamagedError if they are not what the manifest says.
     """
     try:
-        index = _index.decode(data)
+        index = _decode_index(data)
         found = [(Ticket.decode(entry.ticket), entry) for entry in index.entries]
     except (msgspec.MsgspecError, TicketError, RecursionError) as error:
         raise CheckpointDamagedError(f"the index of ring {part.ring[:8]} cannot be decoded: {error}") from error

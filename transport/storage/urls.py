@@ -8,7 +8,7 @@ from typing import NamedTuple
 from urllib.parse import parse_qs, quote, unquote, urlsplit, urlunsplit
 
 from transport.errors import ConfigurationError
-from transport.runtime.decoders import hiding
+from transport.runtime.hiding import hiding
 
 FORMS = "sqlite:file in this folder, sqlite:///path/of/file or redis://host:port/db?run=name"
 _QUOTE = "in a password write %2F for /, %3F for ?, %23 for #, %5B for ["

@@ -23,7 +23,7 @@ from typing import NamedTuple, Self
 
 from transport.errors import UsageError
 from transport.runtime.arguments import seconds, several
-from transport.runtime.decoders import hiding
+from transport.runtime.hiding import hiding
 from transport.storage.notify import Waking, wait_for
 
 MOST_KEY_BYTES = 512

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Generic, NamedTuple
 
-from transport.runtime.decoders import hiding
+from transport.runtime.hiding import hiding
 from transport.store.base import ABSENT, Change, Store
 from transport.store.stored import Record, decode, encode
 

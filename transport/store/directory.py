@@ -42,7 +42,6 @@ from transport.errors import (
 )
 from transport.runtime import threads
 from transport.runtime.blocking_calls import LEAST_ANSWER_S, in_thread
-from transport.runtime.decoders import ready
 from transport.runtime.error_text import error_text
 from transport.runtime.logs import LoggedErrors
 from transport.runtime.waits import Flag
@@ -97,10 +96,6 @@ class Ended(msgspec.Struct, frozen=True, array_like=True):
 
     fingerprint: bytes
     at: float
-
-
-ready(Serving)
-ready(Ended)
 
 
 class Directory:

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import msgspec
 
+from transport.decoders import json_decoder
 from transport.errors import StoreUnsuitableError, UsageError
 from transport.runtime.error_text import error_text
 from transport.store.base import Entry
@@ -31,7 +32,7 @@ def encode(record: object) -> bytes:
     """Return a struct, a text or a number as stored, or raise UsageError when nobody could read it."""
     try:
         data = msgspec.json.encode(record)
-        msgspec.json.decode(data, type=type(record))
+        json_decoder(type(record))(data)
     except (*_UNREADABLE, TypeError, OverflowError) as error:
         raise UsageError(f"a value of the {type(record).__name__} cannot be stored: {error_text(error)}") from error
     return data
@@ -40,7 +41,7 @@ def encode(record: object) -> bytes:
 def decode(kind: type[Record], key: str, value: bytes) -> Record:
     """Return the record under ``key``, or raise StoreUnsuitableError when the value is something else."""
     try:
-        return msgspec.json.decode(value, type=kind)
+        return json_decoder(kind)(value)
     except _UNREADABLE as error:
         what = f"no valid {kind.__name__} under {key!r}: {error_text(error)}"
         raise StoreUnsuitableError(f"{what}; remove it, or choose another run name") from error

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final, Literal, NamedTuple, get_args
 
 from transport.group import EndOf
-from transport.runtime.decoders import hiding
+from transport.runtime.hiding import hiding
 from transport.ticket import Identity, Ticket
 
 SETTLE_S: Final = 1.0  # in which samples of other rings come that were written before `end_group`

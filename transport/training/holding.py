@@ -28,7 +28,7 @@ from transport.claims.rings import FoundRings
 from transport.claims.taken_part import TakenPart
 from transport.errors import ClosedError
 from transport.ring.batch import columns_of
-from transport.runtime.decoders import hiding
+from transport.runtime.hiding import hiding
 from transport.ticket import Identity, Ticket
 
 _CONSUMED = int(Verdict.CONSUMED)

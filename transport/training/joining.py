@@ -12,7 +12,7 @@ from transport.client.client import UCXXClient
 from transport.client.retry import Deadline, Retry
 from transport.errors import TransportError
 from transport.joined.payloads import JoinedPart, JoinedPayload, find_parts, join_to
-from transport.runtime.decoders import hiding
+from transport.runtime.hiding import hiding
 from transport.settings import Settings
 from transport.ticket import Ticket
 from transport.wires import Wire

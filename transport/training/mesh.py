@@ -9,7 +9,7 @@ import msgspec
 
 from transport.errors import UsageError
 from transport.runtime.arguments import at_least
-from transport.runtime.decoders import hiding
+from transport.runtime.hiding import hiding
 
 if TYPE_CHECKING:
     from transport.store.base import Store

@@ -23,7 +23,7 @@ from typing import Final, Literal, NamedTuple
 import msgspec
 
 from transport.errors import RankError, RunLostError
-from transport.runtime.decoders import hiding, ready
+from transport.runtime.hiding import hiding
 from transport.store.base import ABSENT, Change, Entry, Store, check_key
 from transport.store.decision import Next, advance, decide
 from transport.store.stored import decode, encode
@@ -126,8 +126,6 @@ class Standing(NamedTuple):
     step: PlannedStep
     state: State
 
-
-ready(PlannedStep, PlannedPart, _Planner, _Followed)
 
 _PLANNED = _Followed("planned")
 

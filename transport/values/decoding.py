@@ -52,7 +52,7 @@ class _Field:
 
     def __init__(self, memory: np.ndarray) -> None:
         self._memory = memory
-        self._decode: Callable[[Any], Any] = msgspec.msgpack.Decoder(ext_hook=self._extended).decode
+        self._decode: Callable[[Any], Any] = msgspec.msgpack.Decoder(ext_hook=self._extended).decode  # noqa: TID251  # of no type
         self._begin = 0
 
     def close(self) -> None:

@@ -15,7 +15,6 @@ from collections.abc import Callable
 
 import msgspec
 
-from transport.runtime.decoders import ready
 from transport.store.decision import Next
 
 
@@ -67,8 +66,6 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
 
 NO_ATTEMPT = Attempt()
 Step = Callable[[Attempt | None], Next[Attempt] | None]
-
-ready(Attempt)
 
 
 def begin(name: str, version: int) -> Step:

@@ -28,8 +28,8 @@ import msgspec
 
 from transport.errors import StoreError, StoreUnavailableError, UsageError, WeightsError, WeightsTimeoutError
 from transport.runtime.blocking_calls import started
-from transport.runtime.decoders import hiding
 from transport.runtime.error_text import error_text
+from transport.runtime.hiding import hiding
 from transport.store.base import ABSENT, Entry, Store
 from transport.store.decision import advance
 from transport.store.open import open_store

@@ -31,6 +31,7 @@ from transport.claims.rings import FoundRings
 from transport.client.blocking import BlockingClient
 from transport.client.payload import AckMode
 from transport.config import configuration
+from transport.decoders import msgpack_decoder
 from transport.errors import (
     LinkError,
     PayloadLostError,
@@ -41,7 +42,7 @@ from transport.errors import (
 )
 from transport.packer.options import RingOptions, ServerOptions
 from transport.packer.rollout import UCXXRolloutMixin
-from transport.runtime.decoders import hiding
+from transport.runtime.hiding import hiding
 from transport.schema import Schema
 from transport.settings import Settings
 from transport.ticket import Ticket
@@ -82,7 +83,7 @@ def offer(ticket: Ticket, version: int) -> bytes:
     return msgspec.msgpack.encode(Offer(operator.index(version), ticket.checksum, ticket.encode()))
 
 
-_decode = msgspec.msgpack.Decoder(Offer).decode
+_decode = msgpack_decoder(Offer)
 
 
 def _offer_of(notice: bytes) -> Offer:

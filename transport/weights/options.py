@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from transport.runtime.decoders import hiding
+from transport.runtime.hiding import hiding
 from transport.weights.plan import topology
 from transport.weights.plan.topology import Shape
 from transport.wires import Wire

@@ -67,8 +67,9 @@ from typing import Annotated, Final, NamedTuple, TypeVar
 import msgspec
 
 from transport import _ring
+from transport.decoders import msgpack_decoder
 from transport.errors import ProtocolError, VersionMismatchError
-from transport.runtime.decoders import hiding, ready
+from transport.runtime.hiding import hiding
 
 VERSION = _ring.WIRE_VERSION
 
@@ -173,7 +174,6 @@ _HANDSHAKE: dict[type[msgspec.Struct], Kind] = {
     Proof: Kind.PROOF,
     Welcome: Kind.WELCOME,
 }
-ready(Hello, Challenge, Proof, Welcome)
 Handshake = TypeVar("Handshake", Hello, Challenge, Proof, Welcome)
 
 
@@ -211,7 +211,7 @@ def decode_handshake(expected: type[Handshake], body: bytes) -> Handshake:
     if len(checksum) != _CHECKSUM.size or _CHECKSUM.unpack(checksum)[0] != _ring.checksum(text):
         raise ProtocolError(f"{expected.__name__} came with other bytes than were sent")
     try:
-        return msgspec.msgpack.decode(text, type=expected)
+        return msgpack_decoder(expected)(text)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise ProtocolError(f"malformed {expected.__name__}: {error}") from error
 

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from transport.config import Configuration
+from transport.decoders import convert
 from transport.errors import ConfigurationError
 from transport.weights.options import EngineOptions
 
@@ -31,7 +32,7 @@ def ring_arguments(engine_kwargs: Mapping[str, Any]) -> dict[str, Any]:
     arguments = {name: value for name, value in engine_kwargs.items() if name in _OF_THE_ENGINE}
     further = {name: _plain(name, value) for name, value in engine_kwargs.items() if name in _OF_YAML}
     try:
-        options = msgspec.convert(further, EngineOptions, strict=False)
+        options = convert(further, EngineOptions, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigurationError(f"engine_kwargs: {error}") from None
     return {**arguments, "options": msgspec.structs.replace(options, secret=_secret(engine_kwargs))}

@@ -25,6 +25,7 @@ from transport import _ring
 from transport.adapters.transferqueue.packing import Packed, ValuePlace
 from transport.adapters.transferqueue.reader import ValueReader
 from transport.adapters.transferqueue.rings import Rings
+from transport.decoders import msgpack_decoder
 from transport.errors import CheckpointDamagedError, TicketError, TransportError
 from transport.runtime.durable import flush, write_whole
 
@@ -87,7 +88,7 @@ def load(folder: Path, rings: Rings, reader: ValueReader) -> None:
         body = found[_CHECKSUM.size :]
         if found[: _CHECKSUM.size] != _CHECKSUM.pack(_ring.checksum(body)):
             raise CheckpointDamagedError(f"{inner / _INDEX} has other bytes than were saved")
-        index = msgspec.msgpack.decode(body, type=_Index)
+        index = msgpack_decoder(_Index)(body)
         places = [ValuePlace.decode(slot.place) for slot in index.slots]
         size = (inner / _DATA).stat().st_size
     except (OSError, msgspec.MsgspecError, TicketError) as error:

@@ -26,6 +26,7 @@ from typing import Any
 import msgspec
 
 from transport.config import Configuration, configuration
+from transport.decoders import convert
 from transport.errors import (
     ConfigurationError,
     MissingDependencyError,
@@ -80,7 +81,7 @@ def options_of(config: Any) -> StorageOptions:
     except (TypeError, ValueError):
         raise ConfigurationError(f"backend.{BACKEND} is a {type(config).__name__}: give options by name") from None
     try:
-        options = msgspec.convert(plain, StorageOptions, strict=False)
+        options = convert(plain, StorageOptions, strict=False)
     except msgspec.ValidationError as error:
         known = ", ".join(StorageOptions.__struct_fields__)
         raise ConfigurationError(f"backend.{BACKEND}: {error}; there are {known}") from None

@@ -21,10 +21,11 @@ import torch
 
 from transport import _ring
 from transport.adapters.torch.nested import Apart, Together
+from transport.decoders import msgpack_decoder
 from transport.devices.arrays import to_host
 from transport.errors import TicketError
 from transport.ring.attachment import random_name
-from transport.runtime.decoders import hiding
+from transport.runtime.hiding import hiding
 from transport.ticket import Ticket, host_identity
 from transport.values.decoding import value_of
 from transport.values.encoding import pieces_of
@@ -157,7 +158,7 @@ class Column(msgspec.Struct, array_like=True):
         return slice(at, at + value), slice(behind, behind + marks)
 
 
-_INDEX: Final = msgspec.msgpack.Decoder(list[Column])
+_decode_index: Final = msgpack_decoder(list[Column])
 
 
 def _aligned(size: int) -> int:
@@ -264,7 +265,7 @@ class Unpacked:
     def __init__(self, data: Any) -> None:
         self._data = memoryview(data)
         (length,) = _HEAD.unpack_from(self._data)
-        columns = _INDEX.decode(self._data[_HEAD.size : _HEAD.size + length])
+        columns = _decode_index(self._data[_HEAD.size : _HEAD.size + length])
         self._at = -(-(_HEAD.size + length) // _ALIGNMENT) * _ALIGNMENT
         self.columns = {column.name: column for column in columns}
         self._offsets: dict[bytes, Any] = {}

@@ -13,6 +13,7 @@ from transport.bench.reads.content import Tally
 from transport.bench.reads.reader import ON_DEVICE, Look, Portion, Reading, Timed
 from transport.bench.reads.writer import Writing, WrittenBatch
 from transport.bench.result import OURS, Case, Timing
+from transport.decoders import convert
 from transport.runtime.interruption import segment_prefix
 
 MOST_SLOTS = 1024
@@ -108,18 +109,16 @@ def measured(case: Case, seconds: float, writer: Writer) -> Timing:
         ]
         tally = Tally(seconds)
         while not tally.enough():
-            portion = Portion(
-                tickets=msgspec.convert(writer.ask({}), WrittenBatch).tickets, concurrency=case.concurrency
-            )
+            portion = Portion(tickets=convert(writer.ask({}), WrittenBatch).tickets, concurrency=case.concurrency)
             for reader in readers:
                 reader.tell(portion)
-            timed = [msgspec.convert(reader.answer(), Timed) for reader in readers]
+            timed = [convert(reader.answer(), Timed) for reader in readers]
             times_s = [time_s for each in timed for time_s in each.times_s]
             tally.add(times_s, max(each.busy_s for each in timed), sum(each.bytes for each in timed))
-        look = msgspec.convert(readers[0].ask(msgspec.structs.replace(portion, look=True)), Look)
+        look = convert(readers[0].ask(msgspec.structs.replace(portion, look=True)), Look)
     on_device = case.case == ON_DEVICE
     note = "a time ends when the copy to the device is queued, the rate when all have arrived" if on_device else ""
-    return msgspec.convert({**tally.sample(), "verified": True, "transports": look.transports, "note": note}, Timing)
+    return convert({**tally.sample(), "verified": True, "transports": look.transports, "note": note}, Timing)
 
 
 def _reading(case: Case, rank: int) -> Reading:

@@ -19,6 +19,7 @@ import uvloop
 
 from transport.bench.reads.content import Content
 from transport.client.client import UCXXClient
+from transport.decoders import json_decoder
 from transport.devices.arrays import require_cupy
 from transport.errors import ChecksumError, WireNotAllowedError
 from transport.ticket import Ticket
@@ -229,9 +230,9 @@ async def _transports(wire: Wire, host: str, port: int) -> list[str]:
 
 async def main() -> None:
     """Answer each line of standard input."""
-    reader = Reader(msgspec.json.decode(sys.stdin.buffer.readline(), type=Reading))
+    reader = Reader(json_decoder(Reading)(sys.stdin.buffer.readline()))
     while line := await asyncio.to_thread(sys.stdin.buffer.readline):
-        portion = msgspec.json.decode(line, type=Portion)
+        portion = json_decoder(Portion)(line)
         tickets = [Ticket.parse(text) for text in portion.tickets]
         reader.have(portion.clients)
         answer = await (reader.look(tickets[0]) if portion.look else reader.batch(tickets, portion.concurrency))

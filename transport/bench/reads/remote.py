@@ -26,6 +26,7 @@ from transport.bench.reads import loopback
 from transport.bench.reads.reader import ON_DEVICE
 from transport.bench.reads.writer import Writing
 from transport.bench.result import Case, Timing
+from transport.decoders import convert, json_decoder
 from transport.errors import BusyPortError, LinkError, ProtocolError, TransportError, UnreachableError
 from transport.runtime.interruption import segment_prefix
 from transport.wire.addresses import family_of, host_port
@@ -115,7 +116,7 @@ class _Handler(socketserver.StreamRequestHandler):
         line = self.rfile.readline(4096)
         if not line.strip():
             return
-        wanted = msgspec.json.decode(line, type=WantedRead)
+        wanted = json_decoder(WantedRead)(line)
         if wanted.size_bytes * wanted.payloads > MOST_BYTES:
             raise ProtocolError(f"{wanted.payloads} payloads of {wanted.size_bytes} bytes are more than {MOST_BYTES}")
         writing = Writing(
@@ -157,7 +158,7 @@ class RemoteWriter:
         self._where = host_port(host, port)
         try:
             self._send(msgspec.json.encode(wanted))
-            greeting = msgspec.convert(self._answer(), Greeting)
+            greeting = convert(self._answer(), Greeting)
             if greeting.error:
                 raise LinkError(f"{self._where}: {greeting.error}")
         except BaseException:  # any error: the caller gets no object through which to close the connection
@@ -184,7 +185,7 @@ class RemoteWriter:
             line = self._lines.readline(_MOST_LINE)
             if not line:
                 raise LinkError(f"{self._where} disconnected before the benchmark was complete")
-            return msgspec.json.decode(line)
+            return json_decoder(object)(line)
         except (OSError, msgspec.MsgspecError) as error:
             raise LinkError(f"{self._where}: {error}") from error
 

@@ -11,6 +11,7 @@ import sys
 import msgspec
 
 from transport.bench.reads.content import Content
+from transport.decoders import json_decoder
 from transport.devices.arrays import require_cupy
 from transport.ring.buffer import SharedRingBuffer
 from transport.server.server import UCXXServer
@@ -68,4 +69,4 @@ def write(job: Writing) -> None:
 
 
 if __name__ == "__main__":
-    write(msgspec.json.decode(sys.stdin.buffer.readline(), type=Writing))
+    write(json_decoder(Writing)(sys.stdin.buffer.readline()))

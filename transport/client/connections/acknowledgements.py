@@ -16,7 +16,7 @@ from collections.abc import Container, Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from transport.runtime.decoders import hiding
+from transport.runtime.hiding import hiding
 from transport.settings import DEFAULTS, Settings
 from transport.ticket import Delivery, Identity
 

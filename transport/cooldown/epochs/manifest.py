@@ -11,8 +11,8 @@ from typing import Final
 import msgspec
 
 from transport.cooldown.epochs.records import is_upload, upload_folder
+from transport.decoders import json_decoder
 from transport.errors import CheckpointDamagedError, UsageError
-from transport.runtime.decoders import ready
 from transport.store.stored import encode
 
 NAME: Final = "manifest.json"
@@ -77,9 +77,6 @@ class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         return encode(self)
 
 
-ready(CheckpointManifest)
-
-
 class Blocks:
     """The checksums of a file's blocks, as its bytes come, in pieces of any size."""
 
@@ -108,7 +105,7 @@ class Blocks:
 def decode(data: bytes) -> CheckpointManifest:
     """Return the manifest. Raises CheckpointDamagedError if it is invalid or lists files outside its folder."""
     try:
-        manifest = msgspec.json.decode(data, type=CheckpointManifest)
+        manifest = json_decoder(CheckpointManifest)(data)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CheckpointDamagedError(f"the manifest cannot be decoded: {error}") from error
     if manifest.layout != LAYOUT:

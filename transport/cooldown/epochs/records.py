@@ -13,7 +13,6 @@ import msgspec
 
 from transport.cooldown.epochs.election import ALGORITHM, elect
 from transport.errors import UsageError
-from transport.runtime.decoders import ready
 
 LAYOUT: Final = 1
 SET: Final = "sharded"  # stands for all members together, where a client is named
@@ -167,9 +166,6 @@ class EpochRecord(msgspec.Struct, frozen=True, kw_only=True):
         if not self.hosts:
             return client in self.elected
         return client == SET if kind is ReportKind.UPLOADED else client in self.hosts
-
-
-ready(UploadReport, EpochRecord)
 
 
 # --- names --------------------------------------------------------------------------------------------

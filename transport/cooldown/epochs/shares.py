@@ -16,7 +16,6 @@ import msgspec
 from transport.cooldown.epochs.election import checkpointers, permuted
 from transport.cooldown.epochs.manifest import CheckpointManifest, File, folder_and_file
 from transport.cooldown.epochs.records import SET, EpochRecord
-from transport.runtime.decoders import ready
 
 NO_SAVE: Final = ""  # the launch of an epoch in which no member saves
 
@@ -43,9 +42,6 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
     def upload(self) -> str:
         """The upload that has its files."""
         return f"{self.client}/{self.attempt}"
-
-
-ready(SavedShare, Share)
 
 
 class Local(NamedTuple):

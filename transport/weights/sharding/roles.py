@@ -16,8 +16,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
+from transport.decoders import convert, msgpack_decoder
 from transport.errors import ProtocolError, SchemaError, UsageError
-from transport.runtime.decoders import hiding
+from transport.runtime.hiding import hiding
 from transport.weights.plan import topology
 from transport.weights.plan.steps import VersionProof
 from transport.weights.plan.topology import Hop
@@ -143,7 +144,7 @@ def unpack(text: str, kind: type[T]) -> T:
         data = unzip.decompress(base64.b64decode(text, validate=True), _MOST_BYTES)
         if unzip.unconsumed_tail or not unzip.eof:
             raise ValueError(f"more than {_MOST_BYTES} bytes, or cut short")
-        return msgspec.msgpack.decode(data, type=kind)
+        return msgpack_decoder(kind)(data)
     except (ValueError, zlib.error, msgspec.MsgspecError, RecursionError, AttributeError, TypeError) as error:
         raise ProtocolError(f"not a {kind.__name__} ({len(text)} characters): {error}") from error
 
@@ -327,7 +328,7 @@ def build_topology(
 def describe(metadata: Sequence[Any]) -> list[list[ShardDescription]]:
     """Return the ranks of each member, from what its `prepare` returned. SchemaError for anything else."""
     try:
-        return [msgspec.convert(each["ranks"], list[ShardDescription]) for each in metadata]
+        return [convert(each["ranks"], list[ShardDescription]) for each in metadata]
     except (msgspec.ValidationError, KeyError, TypeError) as error:
         raise SchemaError(f"not the description of a member with shards: {error}") from error
 

@@ -7,11 +7,13 @@ bounds, and a frame longer than the limit is refused before it is read.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 
 import msgspec
 
+from transport.decoders import msgpack_decoder
 from transport.errors import ProtocolError
-from transport.runtime.decoders import hiding
+from transport.runtime.hiding import hiding
 from transport.weights.versions.delta import DeltaRecord
 
 MAX_FRAME_BYTES = 32 << 20  # the layout of the largest model, several times
@@ -80,7 +82,7 @@ class Placed(msgspec.Struct, frozen=True, array_like=True, tag="placed"):
 Frame = FeedHello | FeedWelcome | Alive | FeedFailed | Start | Slices | Placed
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Frame).decode
+_decode: Callable[[bytes], Frame] = msgpack_decoder(Frame)  # type: ignore[arg-type]  # a union is no class
 
 
 def encode(frame: Frame) -> bytes:

@@ -1,23 +1,11 @@
-"""Record types: prepared for use by several threads, and with secrets hidden from logs."""
+"""Records whose secrets are hidden from logs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-import msgspec
-
 T = TypeVar("T")
-
-
-def ready(*kinds: type[msgspec.Struct]) -> None:
-    """Make msgspec examine record types now. Modules call it at import, which one thread executes.
-
-    msgspec examines a type at its first use and stores the result before the types of the fields are examined. A
-    second thread that decodes meanwhile uses an incomplete type, and the process crashes (msgspec 0.22).
-    """
-    for kind in kinds:
-        msgspec.json.Decoder(kind)
 
 
 def hiding(*names: str) -> Callable[[type[T]], type[T]]:
