@@ -18,9 +18,9 @@ import patience  # noqa: F401  # the first import of the package
 import pytest
 from fake_cupy import fake_cupy
 from frameworks import Frameworks
-from hypothesis import HealthCheck, settings
 from mounts import own_shared_memory
 from prepared import prepared
+from properties import choose_profile
 
 from transport.testing import ResourceSnapshot, mark_descendants, run
 
@@ -43,10 +43,6 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 if "PYTEST_XDIST_WORKER" in os.environ:
     own_shared_memory()  # so that one worker's segments are no leaks of the other's tests
 
-# Two shared cores: a slow example is no defect, and the watchdog of pytest-timeout ends a stuck one.
-settings.register_profile("transport", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("transport")
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -55,6 +51,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    choose_profile(nightly=config.getoption("--nightly"))  # before files of tests are imported
     config.pluginmanager.register(Frameworks(config), "frameworks")
     config.pluginmanager.register(SharedFixtures(), "shared fixtures")
 

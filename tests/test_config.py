@@ -125,6 +125,7 @@ def test_the_secret_is_read_from_its_file(tmp_path: Path) -> None:
         load(tmp_path).configuration.secret()
 
 
+@pytest.mark.nightly(keep=6)
 @pytest.mark.parametrize(
     "command",
     [
@@ -169,6 +170,7 @@ def test_settings_are_listed_with_their_sources(
     assert set(rows) == set(config.Configuration.__struct_fields__)
 
 
+@pytest.mark.nightly(keep=4)
 @pytest.mark.parametrize("password", ["sesame", "s@same", "se/same", "a:sesame", ""])
 @pytest.mark.parametrize("user", ["user", ""])
 def test_a_password_is_neither_listed_nor_reported(

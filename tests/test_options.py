@@ -168,6 +168,7 @@ EFFECTS: dict[str, tuple[Callable[[Configuration], Any], dict[str, Any], dict[st
 }  # fmt: skip
 
 
+@pytest.mark.nightly(keep=5)
 @pytest.mark.ucx
 @pytest.mark.parametrize("key", EFFECTS)
 def test_a_choice_of_the_operator_has_its_effect(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Literal
 
 from found_rings import names, take
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
+from properties import examples
 
 from transport import SharedRingBuffer, _ring
 from transport.claims.deliveries import QueueDepth
@@ -132,4 +132,4 @@ class RingMachine(RuleBasedStateMachine):
 
 
 TestModel = RingMachine.TestCase
-TestModel.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestModel.settings = examples(20, stateful_step_count=30)

@@ -86,6 +86,7 @@ def corrupted(ring: SharedRingBuffer, ticket: Ticket) -> Iterator[None]:
     memory[5] ^= 4
 
 
+@pytest.mark.nightly(keep=2)
 @over_ucx
 @pytest.mark.parametrize("size", [100, 50_000, 9 << 20])
 @asynchronous
@@ -237,6 +238,7 @@ async def test_a_deadline_is_judged_by_the_writers_clock_and_not_by_the_clients(
             assert isinstance(outcomes[20].error, StaleSlotError)
 
 
+@pytest.mark.nightly(keep=5)
 @every_wire
 @pytest.mark.parametrize(
     ("change", "error"),

@@ -57,6 +57,7 @@ def test_a_ticket_lists_its_fields_with_their_sizes() -> None:
             ticket.fields()
 
 
+@pytest.mark.nightly(keep=4)
 @pytest.mark.parametrize("wire", ["mapped", NETWORK_WIRE])
 @pytest.mark.parametrize("schema", [SCHEMA, None], ids=["fixed", "open"])
 @pytest.mark.parametrize("fields", [("reward", "tokens"), ("messages", "prompt"), ("image", "image")])

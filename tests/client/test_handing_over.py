@@ -91,7 +91,7 @@ async def _closes_the_client(client: UCXXClient, outcomes: Outcomes) -> Ticket:
     return ticket
 
 
-@pytest.mark.nightly(keep=9)
+@pytest.mark.nightly(keep=4)
 @every_wire
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 @pytest.mark.parametrize("who", [_leaves, _throws, _is_cancelled, _forgets, _closes_the_client])

@@ -29,6 +29,7 @@ def own(family: str) -> str:
     return wanted[0]
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("mode", ["thread", "process"])
 @pytest.mark.parametrize("wire", [{"tcp"}, {"shm"}])
 def test_a_payload_comes_over_loopback(mode: Any, wire: Any) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples
 
 from transport.cooldown.epochs.election import ALGORITHM, checkpointers, elect
 from transport.errors import UsageError
@@ -45,7 +46,7 @@ def test_a_third_at_least_one_at_most_sixteen(among: int, elected: int) -> None:
     assert len(elect(clients(among), seed=7, epoch=3)) == elected
 
 
-@settings(max_examples=40)
+@examples(20)
 @given(names, numbers, numbers, st.randoms())
 def test_the_order_of_arrival_does_not_matter(found: set[str], seed: int, epoch: int, shuffle: random.Random) -> None:
     arrived = [*found, *list(found)[:3]]

@@ -9,9 +9,9 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from properties import examples
 
 from transport.cooldown.destinations.folder import Folder
 from transport.cooldown.epochs.coordinator import MOST_GAP_S, StoredCoordinator
@@ -236,4 +236,4 @@ class Cooldowns(RuleBasedStateMachine):
 
 
 TestCooldowns = Cooldowns.TestCase
-TestCooldowns.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
+TestCooldowns.settings = examples(15, stateful_step_count=40)

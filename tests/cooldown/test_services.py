@@ -112,6 +112,7 @@ def test_what_was_altered_in_the_store_is_refused(place: Destination, model: Pat
     assert caught.value.refusal is Refusal.WRONG_CHECKSUM
 
 
+@pytest.mark.nightly(keep=1)
 @each_of(S3, GS)
 def test_an_upload_that_is_called_off_leaves_nothing_at_all(
     shared: Child, place: Destination, model: Path, record: EpochRecord
@@ -141,6 +142,7 @@ def test_a_throttled_upload_is_slower_and_whole(
     assert verified(place, record, report(record, done), proof=CheckpointProof.READ).files == 2
 
 
+@pytest.mark.nightly(keep=1)
 @every_service
 @asynchronous
 async def test_a_server_that_is_killed_in_the_middle_gets_the_checkpoint_when_it_is_back(

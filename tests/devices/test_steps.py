@@ -64,6 +64,7 @@ def seen(prefix: str, wire: Any, cupy: Any, *, consume: bool, **shape: Any) -> l
     return steps
 
 
+@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize("wire", ["mapped", "tcp"])
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 @pytest.mark.parametrize("memory", ["pinned", "cupy"])

@@ -251,6 +251,7 @@ def test_a_group_that_a_killed_rollout_writes_anew_is_learned_once() -> None:
         eventually(lambda: trainer.statistics().surplus == 8)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.guarantee("a rollout is killed before a group is complete")
 @pytest.mark.parametrize("comes_back", [False, True])
 def test_the_group_of_a_killed_rollout_is_given_up_by_name_or_completed(comes_back: bool) -> None:

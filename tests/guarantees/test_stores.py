@@ -115,6 +115,7 @@ def test_a_store_that_is_killed_in_the_middle_of_a_step_and_comes_back_costs_not
     assert ring.native.unread == 0
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.guarantee("the store of a mesh is killed")
 @pytest.mark.parametrize(
     ("fault", "error"),

@@ -139,7 +139,7 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.mark.nightly(keep=16)
+@pytest.mark.nightly(keep=6)
 @pytest.mark.ucx
 @pytest.mark.parametrize("before", [True, False], ids=["before", "while"])
 @pytest.mark.parametrize("warm", [True, False], ids=["warm", "cold"])
@@ -331,6 +331,7 @@ def _updates(manager: WeightUpdate, runner: asyncio.Runner, serves: Callable[[in
     return Updates(lambda: manager.update(next(numbers)), wait, intact)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.ucx
 @pytest.mark.parametrize("kind", ["rings", "shards"])
 def test_a_cancelled_update_leaves_no_mixture_and_the_next_one_succeeds(kind: str) -> None:

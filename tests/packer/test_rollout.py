@@ -192,7 +192,7 @@ def test_a_cleanup_that_is_interrupted_at_any_line_is_finished_by_the_next_one(f
             assert ring.native.closed and ring.name not in _ring.segments(), interrupt.at
 
 
-@pytest.mark.nightly(keep=6)
+@pytest.mark.nightly(keep=3)
 @at_each_line
 @pytest.mark.parametrize("place", ["host", "given", "directory"])
 @pytest.mark.parametrize("wires", ["mapped", "tcp"])

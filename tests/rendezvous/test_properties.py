@@ -11,9 +11,9 @@ import tempfile
 from pathlib import Path
 
 import msgspec
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from properties import examples
 from simulated_run import SimulatedMember, SimulatedRun
 
 from transport.errors import RunLostError, StaleRoundError, TransportError
@@ -221,4 +221,4 @@ class ElasticRun(RunOfMembers):
 
 TestRunOfMembers = RunOfMembers.TestCase
 TestElasticRun = ElasticRun.TestCase
-TestRunOfMembers.settings = TestElasticRun.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+TestRunOfMembers.settings = TestElasticRun.settings = examples(25, stateful_step_count=30)

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 from claimed import claim_batch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples
 
 from transport import Schema, SharedRingBuffer
 from transport.errors import (
@@ -67,7 +68,7 @@ def schemas() -> st.SearchStrategy[Schema]:
     return st.integers(1, 4).flatmap(lambda n: st.tuples(*(spec(f"t{at}") for at in range(n)))).map(Schema)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(30)
 @given(
     schema=schemas(),
     seed=st.integers(0, 1 << 30),

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 import pytest
 from helpers import noise, segment_file
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+from properties import examples
 
 from transport import Schema, SharedRingBuffer, SlotState, Ticket, _ring
 from transport.errors import ClosedError, RingFullError, StaleSlotError
@@ -234,4 +234,4 @@ class RingMachine(RuleBasedStateMachine):
 
 
 TestRing = RingMachine.TestCase
-TestRing.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestRing.settings = examples(30, stateful_step_count=40)

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from claimed import claim_each
 from helpers import eventually
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples
 
 from transport import Schema, SharedRingBuffer, TensorSpec
 from transport.errors import PayloadTooLargeError, RingFullError, SchemaError, TicketError, UsageError
@@ -203,7 +204,7 @@ def test_arrays_are_let_go_afterwards(ring: SharedRingBuffer) -> None:
     data.append(1)  # BufferError if anything still exported it
 
 
-@settings(max_examples=40, deadline=None)
+@examples(20)
 @given(
     lengths=st.lists(st.integers(0, 100), min_size=1, max_size=5),
     readers=st.integers(1, 16),

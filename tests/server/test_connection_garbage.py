@@ -7,8 +7,9 @@ import contextlib
 import frame_codec
 import pytest
 from helpers import asynchronous
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples
 from scripted_peer import (
     LARGE,
     READY,
@@ -113,7 +114,7 @@ def mutated(draw: st.DrawFn) -> bytes:
 
 
 @given(st.lists(mutated(), min_size=1, max_size=4))
-@settings(max_examples=25)
+@examples(12)
 def test_no_bytes_from_a_peer_harm_another(messages: list[bytes]) -> None:
     async def play(ring: SharedRingBuffer) -> None:
         ticket = ring.write_raw(SMALL)
@@ -146,7 +147,7 @@ kinds = st.sampled_from([Kind.READ, Kind.ACK, Kind.DISCARD, Kind.STATE, Kind.BYE
     ),
     st.booleans(),
 )
-@settings(max_examples=30)
+@examples(15)
 def test_whatever_a_peer_asks_every_pin_comes_back_and_no_rank_consumes_twice(
     messages: list[list[tuple[Kind, int, int, bool, int]]], hold: bool
 ) -> None:

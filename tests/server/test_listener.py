@@ -197,7 +197,7 @@ async def reach(stage: str, peer: Peer, other: Peer, ring: SharedRingBuffer, dat
     return FREE if stage.startswith("acknowledged") else READY
 
 
-@pytest.mark.nightly(keep=12)
+@pytest.mark.nightly(keep=5)
 @pytest.mark.parametrize("who", ["client", "listener", "worker"])
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("data", [SMALL, LARGE], ids=["small", "large"])

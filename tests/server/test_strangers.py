@@ -100,7 +100,7 @@ def reads(ring: SharedRingBuffer, count: int) -> None:
     run(reading())
 
 
-@pytest.mark.nightly(keep=3)
+@pytest.mark.nightly(keep=2)
 @both_modes
 @pytest.mark.parametrize("saying", SAYINGS)
 def test_a_stranger_that_stays_is_ended_and_keeps_no_core_busy(mode: Any, saying: str) -> None:

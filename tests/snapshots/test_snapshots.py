@@ -22,8 +22,9 @@ import pytest
 from claimed import claim_each, consumed
 from found_rings import consume, names, seen, some, take
 from helpers import Child
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples
 
 from transport import Rollout, Schema, SharedRingBuffer, UpTo, _ring, open_rings
 from transport.claims.open import given_rings
@@ -251,7 +252,7 @@ CALLS = st.lists(
 
 @pytest.mark.guarantee("the whole job is killed")
 @given(calls=CALLS)
-@settings(max_examples=25)
+@examples(12)
 def test_a_delivery_is_in_the_record_or_in_the_snapshot_never_in_both_or_neither(
     calls: list[tuple[str, int, int]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:

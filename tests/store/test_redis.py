@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 from helpers import in_thread
-from hypothesis import settings
+from properties import examples
 from redis_server import RedisServer, lose_answers, needs_redis, redis_server
 from redis_stores import RedisHarness, place
 from store_conformance import StoreConformance
@@ -44,7 +44,7 @@ class TestModel:
                 return RedisHarness(server)
 
         case = Machine.TestCase
-        case.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)
+        case.settings = examples(10, stateful_step_count=25)
         case().runTest()
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from helpers import SHM, in_thread
-from hypothesis import settings
+from properties import examples
 from store_conformance import Harness, StoreConformance
 from store_model import StoreMachine
 
@@ -60,7 +60,7 @@ class SQLiteMachine(StoreMachine):
 
 
 TestModel = SQLiteMachine.TestCase
-TestModel.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+TestModel.settings = examples(12, stateful_step_count=25)
 
 
 # --- the file ----------------------------------------------------------------------------------------

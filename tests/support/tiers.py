@@ -1,6 +1,7 @@
 """Which tests `make pytest` leaves to `make nightly` and to `make verbs`.
 
-To `make nightly`: those that take long and seldom find what the others do not.
+To `make nightly`: those that take long and seldom find what the others do not. Properties run there as well, with
+many examples (properties.py).
 
 `@pytest.mark.nightly` leaves out a test, `@pytest.mark.nightly(keep=8)` all but eight of its cases, which are evenly
 spread over the list of them, from one that depends on the test's name, and the same each time. A test that is asked
@@ -50,6 +51,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if not nightly:
             left_out.update(set(cases) - by_default)
             continue
+        by_default = {case for case in by_default if not _is_property(case)}
         others = [case for case in cases if case not in by_default]
         if zlib.crc32(cases[0].path.name.encode()) % shares != share - 1:
             left_out.update(cases)
@@ -79,6 +81,10 @@ def _is_over_verbs(item: pytest.Item) -> bool:
     parameters = [each for each in getattr(item, "callspec", _NO_PARAMETERS).params.values() if isinstance(each, str)]
     # What is on the way of a connection by TCP (`way`) sees no RDMA.
     return not {"mapped", "shm"}.intersection(parameters) and "way" not in getattr(item, "fixturenames", ())
+
+
+def _is_property(item: pytest.Item) -> bool:
+    return bool(getattr(getattr(item, "obj", None), "is_hypothesis_test", False))
 
 
 def _names_network(module: ModuleType) -> bool:

@@ -73,7 +73,7 @@ def test_a_trainer_that_cannot_be_made_leaves_neither_loop_nor_client(wrong: dic
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("transport")]
 
 
-@pytest.mark.nightly(keep=2)
+@pytest.mark.nightly(keep=1)
 @at_each_line
 @both
 def test_a_close_that_is_interrupted_at_any_line_is_finished_by_the_next_one(

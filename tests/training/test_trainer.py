@@ -179,6 +179,7 @@ def test_what_is_not_consumed_comes_again(ring: SharedRingBuffer, prefix: str, w
         assert again.attempts.tolist() == [2, 2]
 
 
+@pytest.mark.nightly(keep=4)
 @pytest.mark.parametrize(
     ("typed", "wanted", "layout"),
     [
@@ -413,6 +414,7 @@ def test_batches_come_by_async_for(ring: SharedRingBuffer, prefix: str, wire: st
         assert sorted(asyncio.run(loop())) == [0, 1, 2, 3]
 
 
+@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize("cancels", [1, 2])
 @pytest.mark.parametrize("came_first", [False, True])
 def test_a_cancelled_wait_for_a_batch_ends_its_take_and_loses_nothing(

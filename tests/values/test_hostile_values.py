@@ -11,8 +11,9 @@ import hypothesis.strategies as st
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from PIL import Image
+from properties import examples
 from value_fields import field
 
 from transport.errors import PayloadDamagedError, SchemaError
@@ -136,7 +137,7 @@ def test_other_forms_that_lie_are_refused(data: bytes) -> None:
 
 
 @given(st.binary(max_size=400))
-@settings(max_examples=700, deadline=None)
+@examples(350)
 def test_any_bytes_are_a_value_or_damaged(data: bytes) -> None:
     for each in (data + bytes(-len(data) % 64), tree(data, bytes(128))):
         try:

@@ -12,8 +12,9 @@ import hypothesis.strategies as st
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from PIL import Image
+from properties import examples
 from value_fields import aligned, arrays, field
 
 from transport import _ring
@@ -68,7 +69,7 @@ VALUES = st.recursive(
 
 
 @given(VALUES)
-@settings(max_examples=150, deadline=None)
+@examples(75)
 def test_what_comes_out_is_what_went_in_types_included(value: Any) -> None:
     assert same(sent(value), value)
 

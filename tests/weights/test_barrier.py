@@ -78,6 +78,7 @@ def everyone_of(
             member.close()
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_rank_that_fails_takes_all_back_to_the_version_before(barrier: UpdateBarrier, in_place: bool) -> None:
     with everyone_of(barrier, in_place=in_place) as (everyone, models, update):
@@ -135,6 +136,7 @@ def test_a_rank_that_is_interrupted_after_the_decision_keeps_what_all_have_loade
         assert all(serves(model, 3) for model in models)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("step", ["keep", "finalize"])
 def test_a_rank_that_is_interrupted_as_it_keeps_a_version_keeps_it_when_the_commit_is_repeated(
     barrier: UpdateBarrier, step: str, monkeypatch: pytest.MonkeyPatch
@@ -209,6 +211,7 @@ def landed_everywhere(barrier: UpdateBarrier, member: BarrierRank) -> None:
             assert store.watch(key, ABSENT, 30) is not None
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("by", ["the rank itself", "the framework"])
 def test_a_version_that_one_has_seen_fail_is_loaded_by_none(barrier: UpdateBarrier, by: str) -> None:
     with everyone_of(barrier) as (everyone, models, update):
@@ -354,6 +357,7 @@ class Cut:
         self._store.close()
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("stays", [True, False])
 def test_a_rank_that_cannot_learn_whether_its_version_stays_is_mixed_and_asks_again(
     barrier: UpdateBarrier, stays: bool, monkeypatch: pytest.MonkeyPatch

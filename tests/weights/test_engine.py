@@ -53,6 +53,7 @@ from transport.weights.worker import ReferenceWorker, Replica
 pytestmark = pytest.mark.ucx
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("shape", ["chain", "tree", "star"])
 @asynchronous
 async def test_a_version_arrives_whole_over_every_shape_of_relays(shape: str) -> None:
@@ -180,6 +181,7 @@ def test_sizes_that_make_no_sense(options: dict[str, Any]) -> None:
         engine("e", **options)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("mapped", [False, True])
 def test_a_version_that_a_dead_reader_never_gave_back_is_free_for_the_one_after_the_next(mapped: bool) -> None:
     layout = row_of(specs_of(version_of(1)))

@@ -309,6 +309,7 @@ async def test_when_every_member_is_killed_their_closing_removes_what_they_left(
         assert left() == []
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
     ("wires", "error"), [(None, WeightsChecksumError), (["tcp"], RetriesExhaustedError)], ids=["mapped", "tcp"]
 )

@@ -139,6 +139,7 @@ def offered(place: str, wire: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         yield queue, offers, client
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("wire", ["mapped", "tcp"])
 def test_no_replica_holds_up_the_trainer_and_each_gets_the_newest(offered: Any) -> None:
     """One takes many versions, one the last, one begins again."""
@@ -274,6 +275,7 @@ def test_a_wrong_call_leaves_the_version_on_offer(offered: Any) -> None:
         Taker(ReferenceWorker("own")).follow(queue, client)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("directory", [False, True])
 def test_a_trainer_that_begins_again_may_offer_smaller_versions(place: str, directory: bool, tmp_path: Path) -> None:
     if directory:  # whose notices outlive the trainer

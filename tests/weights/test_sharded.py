@@ -37,7 +37,7 @@ from transport.weights.worker import Replica
 pytestmark = pytest.mark.ucx
 
 
-@pytest.mark.nightly(keep=2)
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
     ("trainers", "engines", "shape"),
     [
@@ -213,6 +213,7 @@ async def test_an_update_in_place_that_fails_spoils_the_replica_until_the_next_v
         assert made.manager.admitted == {"server 0": 3}
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("last", [5, 1000], ids=["one", "all that follow"])
 @pytest.mark.parametrize("in_place", [False, True])
 @asynchronous

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import asynchronous
-from hypothesis import event, given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
+from properties import examples
 from random_shardings import model, random_sharding
 from shard_members import SPARSE, Serving, local, version_of
 from sharded_job import Job, job
@@ -48,7 +49,7 @@ def changed(rng: random.Random, tensors: dict[str, np.ndarray[Any, Any]]) -> dic
     return found
 
 
-@settings(max_examples=100, deadline=None)
+@examples(50)
 @given(st.integers(0, 2**32))
 def test_old_shards_and_changes_give_new_shards_whatever_the_shardings(seed: int) -> None:
     rng = random.Random(seed)
@@ -159,7 +160,7 @@ def sent_by(made: Job) -> int:
     return sum(trainer.engine.statistics().bytes_sent for trainer in made.trainers)
 
 
-@pytest.mark.nightly(keep=2)
+@pytest.mark.nightly(keep=1)
 @pytest.mark.ucx
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize(("trainers", "engines"), [(1, ["a"]), (4, ["ab", "ab"]), (3, ["aabb", "ccdd"])])
@@ -224,6 +225,7 @@ async def test_changes_are_not_made_to_another_version_than_the_one_that_a_rank_
         assert not rank.engine.spoilt
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.ucx
 @pytest.mark.parametrize("in_place", [False, True])
 @asynchronous
@@ -245,7 +247,7 @@ async def test_an_update_that_fails_leaves_the_version_before_or_none_and_the_ne
         assert made.manager.statistics().fallbacks == 0, "no changes since a version that was not sent to its end"
 
 
-@pytest.mark.nightly(keep=2)
+@pytest.mark.nightly(keep=1)
 @pytest.mark.ucx
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("in_place", [False, True])
@@ -288,6 +290,7 @@ async def test_changes_that_give_something_else_are_not_served_and_the_version_i
         made.serves(V + 1, V + 1)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.ucx
 @pytest.mark.parametrize("in_place", [False, True])
 @asynchronous

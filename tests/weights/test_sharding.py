@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
+from properties import examples
 from random_shardings import model, random_sharding
 from shard_members import local
 
@@ -22,7 +23,7 @@ from transport.weights.sharding.layouts import Layout, LocalTensor, Piece
 from transport.weights.sharding.plan import ShardPart, make_plan
 from transport.weights.sharding.roles import RankRole, ShardDescription, pack, roles, unpack
 
-RANDOM_SHARDINGS = 500
+RANDOM_SHARDINGS = 250
 
 
 def carried(
@@ -73,7 +74,7 @@ def check(
     return plan
 
 
-@settings(max_examples=RANDOM_SHARDINGS, deadline=None)
+@examples(RANDOM_SHARDINGS)
 @given(st.integers(0, 2**32))
 def test_every_receiver_gets_its_bytes_once_whatever_the_shardings(seed: int) -> None:
     rng = random.Random(seed)
@@ -241,7 +242,7 @@ def test_a_layout_survives_its_packing_and_one_that_does_not_add_up_is_refused()
         unpack(pack([[*layout.tensors, layout.tensors[0]]]), Layout)
 
 
-@settings(max_examples=80, deadline=None)
+@examples(40)
 @given(st.lists(st.tuples(*[st.tuples(st.integers(0, 6), st.integers(0, 5))] * 2), max_size=12), st.integers(0, 6))
 def test_a_search_finds_what_overlaps_and_what_is_left_over_is_the_rest(pairs: list[Any], at: int) -> None:
     boxes = [Box(tuple(a for a, _ in pair), tuple(b for _, b in pair)) for pair in pairs]

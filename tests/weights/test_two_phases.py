@@ -280,6 +280,7 @@ class Waits(ReferenceWorker):
         self.resume_generation = wrapped("resume_generation", self.resume_generation)  # type: ignore[method-assign]
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("method", ["abort", "release_kv_cache", "resume_kv_cache", "resume_generation", "load"])
 @asynchronous
 async def test_a_call_that_outlasts_its_limit_runs_beside_no_other_and_a_replica_that_takes_traffic_generates(

@@ -37,6 +37,7 @@ pytestmark = pytest.mark.ucx
 
 
 # --- messages ------------------------------------------------------------------------------------
+@pytest.mark.nightly(keep=4)
 @over_ucx
 @pytest.mark.parametrize("size", [0, 1, 8192, 1 << 20, (8 << 20) + 1])
 @asynchronous

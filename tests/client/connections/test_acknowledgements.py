@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import msgspec
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from properties import examples
 
 from transport.client.connections.acknowledgements import Ack, AckLedger
 from transport.settings import DEFAULTS
@@ -212,4 +212,4 @@ class AckMachine(RuleBasedStateMachine):
 
 
 TestAckMachine = AckMachine.TestCase
-TestAckMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestAckMachine.settings = examples(30, stateful_step_count=40)

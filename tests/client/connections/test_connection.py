@@ -9,9 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 from helpers import asynchronous, over_ucx, proven, settings_with, until
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from loopback import LOOPBACK
+from properties import examples
 from scripted_listener import RING, ScriptedListener, Side
 
 from transport import errors
@@ -226,7 +227,7 @@ pieces = pieces | st.builds(
 
 @pytest.mark.ucx
 @given(st.lists(pieces, max_size=3).map(b"".join), st.sampled_from([None, None, b"secret"]))
-@settings(max_examples=25)
+@examples(12)
 @example(wire.encode_handshake(welcome()), None)
 @example(wire.encode_handshake(welcome(ring="another")), None)
 @example(wire.encode_handshake(welcome()), b"secret")

@@ -62,6 +62,7 @@ async def left_alone(wants: list[Want], listener: ScriptedListener) -> None:
 SIZES = [[LARGE], [3, 200, 4], [8 << 20]]
 
 
+@pytest.mark.nightly(keep=2)
 @over_ucx
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @asynchronous
@@ -135,6 +136,7 @@ async def in_the_middle(
     return link, side, wants, arriving, sending
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize(
     ("wire", "count", "size", "threshold"),
     [
@@ -164,6 +166,7 @@ async def test_a_read_given_up_in_the_middle_of_its_payload_leaves_the_buffer_al
         assert untouched(*wants)
 
 
+@pytest.mark.nightly(keep=2)
 @over_ucx
 @MIDDLES
 @asynchronous

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 from frame_codec import Answer
 from helpers import asynchronous, noise, over_ucx
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
+from properties import examples
 from scripted_listener import (
     INLINE,
     UNTOUCHED,
@@ -434,7 +435,7 @@ def said(exchange: Any, number: int) -> bytes:
 @example([([3, 200], [(0, 1, 0, 0), (0, 0, 0, 0)], 0, 0, 0, 0)])
 @example([([100, 300, 300], [(0, 1, 0, -1), (1, 0, 0, 0), (0, 0, 0, 0)], 0, 0, 0, 0)])  # joined, of another length
 @example([([INLINE], [(0, 0, 0, 0), (0, 0, 0, 0)], 0, 0, 0, 0)])  # an answer more than was asked for, and room for it
-@settings(max_examples=25)
+@examples(12)
 def test_native_code_believes_no_answer_that_cannot_be_meant(exchanges: list[Any]) -> None:
     async def exchanged() -> None:
         async with ScriptedListener() as listener:

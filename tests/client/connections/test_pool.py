@@ -6,9 +6,9 @@ import random
 
 import msgspec
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from properties import examples
 
 from transport.client.connections.pool import EndpointPool
 from transport.errors import InternalError
@@ -156,7 +156,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPoolMachine.settings = examples(30, stateful_step_count=40)
 
 
 @pytest.mark.parametrize("seed", range(5))
