@@ -157,6 +157,7 @@ draw_reads(msgspec.structs.replace(report, rows=[msgspec.convert(row, Row) for r
 """
 
 
+@pytest.mark.nightly
 def test_the_picture_is_a_png(tmp_path: Path) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         pytest.skip("matplotlib is not installed (the extra bench)")

@@ -61,7 +61,7 @@ def test_a_seed_is_the_same_again_and_another_is_another(kind: str) -> None:
     assert digests[0] == digests[1] != digests[2]
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["--no-rings", "--rings", "--members"])
 def test_some_seeds_find_nothing(kind: str) -> None:

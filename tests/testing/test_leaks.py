@@ -161,6 +161,7 @@ def test_after_that(): pass
 """
 
 
+@pytest.mark.nightly
 def test_the_check_of_this_suite_names_what_each_test_leaves_behind_and_spares_what_tests_share(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(CHECKED)
     tests = Path(__file__).parents[1]

@@ -32,7 +32,7 @@ def test_ends_badly_without_it(ends_badly): pass
 """
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("workers", ["-n0", "-n2"])
 def test_what_passed_is_left_out_and_nothing_else(tmp_path: Path, workers: str) -> None:
     (tmp_path / "test_it.py").write_text(TESTS)

@@ -223,6 +223,7 @@ def test_nesting_is_bounded(wrap: Any) -> None:
         pieces_of(wrap(deep), "x")
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_value_that_is_written_can_be_read_whatever_forms_its_values_take() -> None:
     array = np.zeros((0,) * 32)

@@ -48,28 +48,29 @@ async def engines(prefix: str) -> list[WeightsEngine]:
     return made
 
 
+@pytest.mark.nightly(keep=3)
+@pytest.mark.parametrize("turns", range(12))
 @asynchronous
-async def test_a_close_that_is_cancelled_at_any_step_leaves_nothing() -> None:
-    for turns in range(12):
-        prefix = f"holdings-{os.getpid()}-{turns}-"
-        made = await engines(prefix)
-        assert segments(prefix)
-        held = [(each._client, each._feed) for each in made]
-        for each in made:
-            closing = asyncio.ensure_future(each.close())
-            for _ in range(turns):
-                await asyncio.sleep(0)
-            closing.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await closing
-        if turns:  # at 0 it has not begun
-            assert segments(prefix) == []
-            for client, feed in held:
-                assert client is None or repr(client).startswith("<UCXXClient closed")
-                assert feed is None or not feed.children
-        for each in made:
-            await each.close()
+async def test_a_close_that_is_cancelled_at_any_step_leaves_nothing(turns: int) -> None:
+    prefix = f"holdings-{os.getpid()}-"
+    made = await engines(prefix)
+    assert segments(prefix)
+    held = [(each._client, each._feed) for each in made]
+    for each in made:
+        closing = asyncio.ensure_future(each.close())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        closing.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await closing
+    if turns:  # at 0 it has not begun
         assert segments(prefix) == []
+        for client, feed in held:
+            assert client is None or repr(client).startswith("<UCXXClient closed")
+            assert feed is None or not feed.children
+    for each in made:
+        await each.close()
+    assert segments(prefix) == []
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)], ids=["landed first", "mapped first"])

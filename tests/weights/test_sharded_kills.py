@@ -152,7 +152,7 @@ async def test_whoever_is_killed_wherever_an_engine_serves_one_version_or_none(
             assert group.manager.admitted == {f"server {alive}": 3}
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("who", "place", "after"),
     [("trainer 1", "bucket", 9), ("server 0.0", "bucket", 7), ("server 1.1", "bucket", 3), ("server 0.1", "load", 0)],
@@ -185,7 +185,7 @@ async def test_in_place_an_engine_that_may_hold_a_mixture_takes_no_traffic(who: 
             assert group.manager.admitted == {alive: 3}
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("who", "place", "after", "versions"),
     [
