@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import subprocess
 import sys
 import threading
 import weakref
@@ -111,3 +112,16 @@ def test_an_interrupt_while_the_thread_of_a_call_starts_is_raised_as_it_is(
     finally:
         sys.setswitchinterval(switching)
     assert ran.wait(15.0)
+
+
+AT_EXIT = """
+import atexit
+from transport.runtime.blocking_calls import started
+atexit.register(lambda: print(started(lambda: "made").result(30)))
+"""
+
+
+def test_a_call_is_made_while_the_process_exits() -> None:
+    """Python 3.12 starts no thread then."""
+    ended = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, check=True, timeout=60)
+    assert (ended.stdout, ended.stderr) == ("made\n", "")

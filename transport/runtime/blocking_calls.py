@@ -27,7 +27,12 @@ _Outcome = tuple[T | None, BaseException | None]  # the result, or the error
 
 def _in_daemon(call: Callable[[], T], told: Callable[[list[_Outcome[T]]], object], name: str) -> None:
     """Run the call in a daemon thread, and tell its outcome there, in a list that the receiver empties."""
-    threads.start(threading.Thread(target=_run, args=([call], [told]), name=name, daemon=True))
+    try:
+        threads.start(threading.Thread(target=_run, args=([call], [told]), name=name, daemon=True))
+    except RuntimeError:
+        if threading.main_thread().is_alive():  # the system has no more threads
+            raise
+        _run([call], [told])  # Python 3.12 starts none while the process exits
 
 
 def _run(calls: list[Callable[[], T]], tolds: list[Callable[[list[_Outcome[T]]], object]]) -> None:
