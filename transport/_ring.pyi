@@ -158,8 +158,8 @@ class Ring:
     def unlink_if_dead(name: str, *, gives_up_to: int = ...) -> bool:
         """Remove a segment whose keeper and owners are all dead. False if one lives. RingNotFoundError. A file stays.
 
-        ``gives_up_to`` as in `unlink_if_last`; then also RingNotFoundError for one in the making and LayoutError, which
-        keep the segment.
+        ``gives_up_to`` as in `unlink_if_last`; then also RingNotFoundError for a file in the making and LayoutError,
+        which keep the segment.
         """
     @property
     def sequence(self) -> int: ...  # advances with each publication and each take-over

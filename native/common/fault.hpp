@@ -18,13 +18,14 @@
 
 namespace transport::fault {
 
-inline constexpr std::array<std::string_view, 56> kPoints{
-    "create.opened",         // the name exists, without a keeper
+inline constexpr std::array<std::string_view, 57> kPoints{
+    "create.opened",         // the file exists, in /dev/shm without a name, without a keeper
     "create.locked",         // kept, no memory
     "create.allocated",      // memory, no header
     "create.header",         // header, not initialised
     "create.initialised",    // complete, no owner
     "create.found",          // a file of this name is open, not yet locked
+    "create.waits",          // others remove the name of that file
     "file.checked",          // some slots of a file are checked, its dead owners still there
     "file.entered",          // the name leads to the file, whose writer has its place
     "attach.found",          // mapped, no owner number

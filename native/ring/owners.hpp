@@ -7,7 +7,7 @@
 // segment.cpp).
 //
 //   byte       held by
-//   keeper     the process that created the ring or took it over, or one that removes its name
+//   keeper     the process that created the ring or took it over; shared by those that remove its name, for a moment
 //   owner i    the owner at place i, or a process that has proven it dead and clears what it left
 //   board      a writer of the ports or addresses
 //   supervisor the process that keeps the ring's listeners alive
@@ -20,15 +20,18 @@
 #include <array>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <thread>
 #include <utility>
 
 #include <fcntl.h>
 
 #include "common/error.hpp"
+#include "common/fault.hpp"
 #include "ring/slot_word.hpp"
 
 namespace transport {
@@ -49,9 +52,9 @@ inline struct flock byte_range(short type, off_t first, off_t count) {
   return range;
 }
 
-// False if another description holds any of the bytes; then none was taken.
-inline bool try_lock(int fd, off_t first, off_t count = 1) {
-  struct flock range = byte_range(F_WRLCK, first, count);
+// False if another description holds any of the bytes, or for F_RDLCK, has it alone; then none was taken.
+inline bool try_lock(int fd, off_t first, off_t count = 1, short type = F_WRLCK) {
+  struct flock range = byte_range(type, first, count);
   for (;;) {
     if (fcntl(fd, F_OFD_SETLK, &range) == 0) return true;
     if (errno == EAGAIN || errno == EACCES) return false;
@@ -65,11 +68,26 @@ inline void unlock(int fd, off_t first, off_t count = 1) {
   fcntl(fd, F_OFD_SETLK, &range);
 }
 
-inline bool held_elsewhere(int fd, off_t first, off_t count = 1) {
-  struct flock range = byte_range(F_WRLCK, first, count);
+// By another description, alone.
+inline bool held_elsewhere(int fd, off_t first) {
+  struct flock range = byte_range(F_RDLCK, first, 1);
   if (fcntl(fd, F_OFD_GETLK, &range) != 0) fail_errno(errno, "fcntl", "F_OFD_GETLK");
   return range.l_type != F_UNLCK;
 }
+
+// False if another process keeps the ring, or one that removes its name does not come to its end.
+inline bool try_keep(int fd) {
+  constexpr int kLooks = 1000;
+  for (int look = 0; !try_lock(fd, kKeeperByte); ++look) {
+    if (look == kLooks || held_elsewhere(fd, kKeeperByte)) return false;
+    FAULT_POINT("create.waits");
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return true;
+}
+
+// False if a process keeps the ring.
+inline bool try_remove(int fd) { return try_lock(fd, kKeeperByte, 1, F_RDLCK); }
 
 // The proof that owner `index` is dead. While the object exists, the place cannot be claimed.
 class DeadOwner {

@@ -270,7 +270,7 @@ std::uint64_t Ring::pending() const {
 bool Ring::keep() {
   require_open();
   const std::lock_guard hold(locks_mutex_);
-  if (!keeper_) keeper_ = try_lock(fd(), kKeeperByte);
+  if (!keeper_) keeper_ = try_keep(fd());
   return keeper_;
 }
 
@@ -312,7 +312,7 @@ std::uint64_t Ring::sequence() const {
 // the name gone, or has a ring that no other process finds, like the readers that stay.
 bool Ring::remove_name(bool readers_may_stay, std::uint64_t gives_up_to) {
   const std::lock_guard hold(locks_mutex_);
-  if (!keeper_ && !try_lock(fd(), kKeeperByte)) return false;
+  if (!keeper_ && !try_remove(fd())) return false;
   const auto is_reader = [this](unsigned index) {
     const OwnerRow& owner = row(index);
     return owner.occupied.load(std::memory_order_acquire) != 0 &&  // SYNC O

@@ -56,6 +56,9 @@ int open_at(const Place& place, int flags) {
   return ::open(place.path.c_str(), flags | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0600);
 }
 
+// Leads to an open file, whether it has a name or not.
+std::string this_file(int fd) { return "/proc/self/fd/" + std::to_string(fd); }
+
 }  // namespace
 
 Place Place::in_memory(const std::string& name) { return {kSharedMemory + name, name, false}; }
@@ -111,6 +114,16 @@ std::unique_ptr<Description> Description::open(const Place& place, int flags) {
   return description;
 }
 
+std::unique_ptr<Description> Description::nameless() {
+  return open({kSharedMemory + std::string("/."), kSharedMemory}, O_RDWR | O_TMPFILE);
+}
+
+bool Description::enter(const Place& place) const {
+  if (linkat(AT_FDCWD, this_file(fd()).c_str(), AT_FDCWD, place.path.c_str(), AT_SYMLINK_FOLLOW) == 0) return true;
+  if (errno != EEXIST) fail_errno(errno, "linkat", place.shown);
+  return false;
+}
+
 Description::~Description() { close(); }
 
 void Description::close() {
@@ -124,21 +137,17 @@ void Description::close() {
   ::close(fd);
 }
 
-int Description::reopen(const Place& place, int flags) const {
+int Description::reopen(int flags) const { return ::open(this_file(fd()).c_str(), flags | O_CLOEXEC); }
+
+bool Description::still_at(const Place& place) const {
   struct stat mine {
   }, there{};
   if (fstat(fd(), &mine) != 0) fail_errno(errno, "fstat", place.shown);
-  const int other = open_at(place, flags);
-  if (other < 0) {
-    if (errno == ENOENT) return -1;
-    fail_errno(errno, "open", place.shown);
-  }
-  if (fstat(other, &there) == 0 && mine.st_dev == there.st_dev && mine.st_ino == there.st_ino) return other;
-  ::close(other);
-  return -1;
+  const OwnFd other(open_at(place, O_RDONLY));
+  if (other.get() < 0 && errno != ENOENT) fail_errno(errno, "open", place.shown);
+  return other.get() >= 0 && fstat(other.get(), &there) == 0 && mine.st_dev == there.st_dev &&
+         mine.st_ino == there.st_ino;
 }
-
-bool Description::still_at(const Place& place) const { return OwnFd(reopen(place, O_RDONLY)).get() >= 0; }
 
 bool Geometry::compute(std::uint64_t slot_count, std::uint64_t slot_capacity, std::uint64_t page_bytes, Geometry& out) {
   bool fits = true;
@@ -175,10 +184,10 @@ Mapping::Mapping(const Description& description, const Place& place, const Geome
     : control_bytes_(geometry.payload_offset),
       payload_bytes_(geometry.total_bytes - geometry.payload_offset),
       writable_(writable_payload) {
-  const OwnFd control_fd(description.reopen(place, O_RDWR));
+  const OwnFd control_fd(description.reopen(O_RDWR));
   // Opened for reading only, the payload cannot be made writable later either.
-  const OwnFd payload_fd(description.reopen(place, writable_payload ? O_RDWR : O_RDONLY));
-  if (control_fd.get() < 0 || payload_fd.get() < 0) fail(Fault::not_found, place.shown + " was removed");
+  const OwnFd payload_fd(description.reopen(writable_payload ? O_RDWR : O_RDONLY));
+  if (control_fd.get() < 0 || payload_fd.get() < 0) fail_errno(errno, "open", place.shown);
   void* control = mmap(nullptr, control_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, control_fd.get(), 0);
   if (control == MAP_FAILED) fail_errno(errno, "mmap", place.shown);
   const int protection = PROT_READ | (writable_payload ? PROT_WRITE : 0);
@@ -195,8 +204,8 @@ Mapping::Mapping(const Description& description, const Place& place, const Geome
 
 void Mapping::make_writable(const Description& description, const Place& place) {
   if (writable_) return;
-  const OwnFd fd(description.reopen(place, O_RDWR));
-  if (fd.get() < 0) fail(Fault::not_found, place.shown + " was removed");
+  const OwnFd fd(description.reopen(O_RDWR));
+  if (fd.get() < 0) fail_errno(errno, "open", place.shown);
   const auto offset = static_cast<off_t>(control_bytes_);
   if (mmap(payload_, payload_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd.get(), offset) == MAP_FAILED)
     fail_errno(errno, "mmap", place.shown);
@@ -238,8 +247,8 @@ struct stat checked_stat(const Description& description, const Place& place) {
 class HeaderPage {
  public:
   HeaderPage(const Description& description, const Place& place) {
-    const OwnFd fd(description.reopen(place, O_RDONLY));
-    if (fd.get() < 0) fail(Fault::not_found, place.shown + " was removed");
+    const OwnFd fd(description.reopen(O_RDONLY));
+    if (fd.get() < 0) fail_errno(errno, "open", place.shown);
     page_ = mmap(nullptr, kHeaderBytes, PROT_READ, MAP_SHARED, fd.get(), 0);
     if (page_ == MAP_FAILED) fail_errno(errno, "mmap", place.shown);
   }
@@ -283,10 +292,9 @@ Identity read_identity(const Description& description, const Place& place, Geome
   return identity;
 }
 
-// Whether a creator that died has left this: then there is nothing to lose. In /dev/shm all that is not initialised is;
-// a file that is no ring may be something else of its user's, or what is left of a ring.
+// Whether a creator that died has left this: then there is nothing to lose. A file that is no ring may be something else
+// of its user's, or what is left of a ring.
 bool is_rubbish(const Description& description, const Place& place) {
-  if (!place.file) return true;
   const auto file_bytes = static_cast<std::uint64_t>(checked_stat(description, place).st_size);
   if (file_bytes < kHeaderBytes) return file_bytes == 0;
   const HeaderPage header(description, place);
@@ -327,7 +335,8 @@ void reserve_memory(const Description& description, const Place& place, std::uin
   }
 }
 
-// `segment.description` is a new, empty, locked file.
+// `segment.description` is a new, empty, locked file. In /dev/shm it gets its name afterwards; a file system of others
+// may know none without a name.
 void initialise(Segment& segment, std::uint64_t slot_count, std::uint64_t slot_capacity, const Bytes16& fingerprint,
                 Kept kept) {
   reserve_memory(*segment.description, segment.place, segment.geometry.total_bytes);
@@ -350,13 +359,12 @@ void initialise(Segment& segment, std::uint64_t slot_count, std::uint64_t slot_c
     sync_entry(segment.place);
   }
   header->initialised.store(1, std::memory_order_release);  // SYNC I
-  FAULT_POINT("create.initialised");
 }
 
 }  // namespace
 
 // A place goes through three states: absent; present and kept; present and not kept, which is a ring to
-// take over, or rubbish of a creator that died. The keeper lock decides, and it lies on the file and
+// take over, or, of a file, rubbish of a creator that died. The keeper lock decides, and it lies on the file and
 // not on its place: the process that gets it checks whether the file is still there, and else starts over.
 Segment Segment::create(const std::string& name, std::uint64_t slot_count, std::uint64_t slot_capacity,
                         const Bytes16& fingerprint, const std::string& file, Kept kept) {
@@ -376,28 +384,31 @@ Segment Segment::create(const std::string& name, std::uint64_t slot_count, std::
 
   const Place& place = segment.place;
   for (;;) {
-    segment.description = Description::try_open(place, O_RDWR | O_CREAT | O_EXCL);
-    if (!segment.description && errno != EEXIST) fail_errno(errno, "open", place.shown);
-    if (segment.description) {
+    segment.description = Description::try_open(place, O_RDWR);
+    if (!segment.description && errno != ENOENT) fail_errno(errno, "open", place.shown);
+    if (!segment.description) {
+      segment.description =
+          place.file ? Description::try_open(place, O_RDWR | O_CREAT | O_EXCL) : Description::nameless();
+      if (!segment.description && errno == EEXIST) continue;
+      if (!segment.description) fail_errno(errno, "open", place.shown);
       FAULT_POINT("create.opened");
       // Another creator may have taken our empty file for rubbish.
-      if (!try_lock(segment.description->fd(), kKeeperByte) || !segment.description->still_at(place)) continue;
+      if (!try_lock(segment.description->fd(), kKeeperByte) || (place.file && !segment.description->still_at(place)))
+        continue;
       FAULT_POINT("create.locked");
       try {
         initialise(segment, slot_count, slot_capacity, fingerprint, kept);
       } catch (...) {
-        ::unlink(place.path.c_str());
+        if (place.file) ::unlink(place.path.c_str());
         throw;
       }
+      if (!place.file && !segment.description->enter(place)) continue;  // another creator was faster
+      FAULT_POINT("create.initialised");
       return segment;
     }
-
-    segment.description = Description::try_open(place, O_RDWR);
-    if (!segment.description && errno == ENOENT) continue;
-    if (!segment.description) fail_errno(errno, "open", place.shown);
     checked_stat(*segment.description, place);
     FAULT_POINT("create.found");
-    if (!try_lock(segment.description->fd(), kKeeperByte))
+    if (!try_keep(segment.description->fd()))
       fail(Fault::exists, place.shown + " exists and is kept by a live process");
     if (!segment.description->still_at(place)) continue;
     try {
@@ -467,7 +478,7 @@ bool Segment::unlink_if_dead(const std::string& name, std::uint64_t gives_up_to)
   if (!description && place.file && errno == ENOENT) return unname(name);  // its file was deleted
   if (!description) fail_errno(errno, "open", place.shown);
   checked_stat(*description, place);
-  if (!try_lock(description->fd(), kKeeperByte, off_t{1} + kMaxOwners)) return false;
+  if (!try_remove(description->fd()) || !try_lock(description->fd(), kOwnerByte, off_t{kMaxOwners})) return false;
   if (!description->still_at(Place::of(name))) fail(Fault::not_found, name + " is gone");
   if (gives_up_to != kGivesUpAll) {  // else what is no ring can be removed as well
     Geometry geometry{};

@@ -148,7 +148,9 @@ struct Geometry {
 };
 
 // Where a segment lies. One rule: /dev/shm has an entry of its name, which is the segment itself, or a symbolic link of
-// this user's to the file that the segment lies in.
+// this user's to the file that the segment lies in. The entry is made when the segment is whole and its maker holds the
+// keeper's byte, so that a segment that nobody keeps has lost its keeper, and a maker that is killed before has left no
+// memory.
 struct Place {
   std::string path;
   std::string shown;  // in messages: the segment's name, or its file
@@ -169,6 +171,10 @@ class Description {
   // Flags of open; O_CLOEXEC is added. Null with errno set if it refuses.
   static std::unique_ptr<Description> try_open(const Place& place, int flags);
   static std::unique_ptr<Description> open(const Place& place, int flags);
+  // Of a new file in /dev/shm that has no name and goes with its last description and mapping; `enter` gives it one.
+  static std::unique_ptr<Description> nameless();
+  // False if the place is taken.
+  bool enter(const Place& place) const;
   ~Description();
   Description(const Description&) = delete;
   Description& operator=(const Description&) = delete;
@@ -176,8 +182,8 @@ class Description {
   int fd() const { return fd_.load(std::memory_order_relaxed); }
   void close();
   bool still_at(const Place& place) const;
-  // Another description of the same file, for the caller to close; -1 if it is not at its place any more.
-  int reopen(const Place& place, int flags) const;
+  // Another description of the same file, for the caller to close; -1 with errno set if it refuses.
+  int reopen(int flags) const;
 
  private:
   friend struct OpenDescriptions;

@@ -10,16 +10,16 @@
 using namespace transport;
 using namespace transport::test;
 
-TEST(a_creator_killed_anywhere_leaves_a_name_that_can_be_created) {
+TEST(a_creator_killed_anywhere_leaves_a_whole_ring_or_nothing) {
   for (const std::string_view point : points_starting({"create."}, true)) {
-    if (point == "create.found") continue;  // not passed without an older file; see the stopped creators below
+    if (point == "create.found" || point == "create.waits") continue;  // not passed without an older file; see below
     const NameGuard guard{ring_name("creator")};
     CHECK(killed([&] {
       fault::set(index_of(point), SIGKILL, 0);
       Ring::create(guard.name, kSlots, kCapacity, Bytes16{});
     }));
     const bool complete = point == "create.initialised";
-    if (!complete) CHECK(refused(Fault::not_ready, [&] { Ring::attach(guard.name, Role::reader, false); }));
+    if (!complete) CHECK(refused(Fault::not_found, [&] { Ring::attach(guard.name, Role::reader, false); }));
     const auto ring = Ring::create(guard.name, kSlots, kCapacity, Bytes16{});
     CHECK(ring->taken_over() == complete);
     check_survivors(*ring);
@@ -104,9 +104,9 @@ TEST(of_racing_creators_exactly_one_wins) {
   constexpr int kCreators = 4, kRounds = 40;
   for (int round = 0; round < kRounds; ++round) {
     const NameGuard guard{ring_name("race")};
-    if (round % 2 == 0)  // half of the races begin with rubbish
+    if (round % 2 == 0)  // half of the races begin with what a creator has left
       CHECK(killed([&] {
-        fault::set(index_of(round % 4 == 0 ? "create.opened" : "create.header"), SIGKILL, 0);
+        fault::set(index_of("create.initialised"), SIGKILL, 0);
         Ring::create(guard.name, kSlots, kCapacity, Bytes16{});
       }));
     int start[2], done[2], results[2];
@@ -138,11 +138,11 @@ TEST(of_racing_creators_exactly_one_wins) {
 }
 
 TEST(a_creator_that_was_overtaken_harms_nobody) {
-  for (const char* point : {"create.opened", "create.found"}) {
+  for (const char* point : {"create.opened", "create.header", "create.found"}) {
     const NameGuard guard{ring_name("overtaken")};
-    if (std::strcmp(point, "create.found") == 0)  // rubbish, which both creators find
+    if (std::strcmp(point, "create.found") == 0)  // what both creators find
       CHECK(killed([&] {
-        fault::set(index_of("create.header"), SIGKILL, 0);
+        fault::set(index_of("create.initialised"), SIGKILL, 0);
         Ring::create(guard.name, kSlots, kCapacity, Bytes16{});
       }));
     std::unique_ptr<Ring> ring;
@@ -183,6 +183,32 @@ TEST(no_writer_comes_between_the_look_for_unread_payloads_and_the_removal_of_the
         });
     CHECK(refused(Fault::not_found, [&] { Ring::attach(guard.name, Role::reader, false); }));
   }
+}
+
+TEST(a_creator_waits_for_a_process_that_removes_the_name) {
+  const NameGuard guard{ring_name("restarted")};
+  CHECK(killed([&] {
+    const auto dead = Ring::create(guard.name, kSlots, kCapacity, Bytes16{});
+    ::raise(SIGKILL);
+  }));
+  const auto seen = Ring::attach(guard.name, Role::observer, false);
+  pid_t creator = 0;
+  int status = 0;
+  stopped_at(
+      "unlink.checked", [&] { CHECK(Segment::unlink_if_dead(guard.name, kGivesUpNone)); },
+      [&] {
+        CHECK(!seen->keeper_alive());
+        creator = fork();
+        if (creator == 0) {
+          fault::set(index_of("create.waits"), SIGSTOP, 0);
+          const auto ring = Ring::create(guard.name, kSlots, kCapacity, Bytes16{});
+          CHECK(!ring->taken_over());
+          check_survivors(*ring);
+          _exit(0);
+        }
+        CHECK(waitpid(creator, &status, WUNTRACED) == creator && WIFSTOPPED(status));
+      });
+  CHECK(kill(creator, SIGCONT) == 0 && waitpid(creator, &status, 0) == creator && status == 0);
 }
 
 int main(int argc, char** argv) { return run_all(argc, argv); }

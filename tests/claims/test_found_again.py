@@ -1,9 +1,8 @@
-"""Rings that are being made, or were made again under their name; another schema."""
+"""Rings that were made again under their name; another schema."""
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,16 +21,6 @@ ONE = {"x": np.arange(4)}
 
 def prefix() -> str:
     return f"again-{os.getpid()}-"
-
-
-def test_a_ring_that_is_looked_at_while_it_is_made_is_found_when_it_is_ready() -> None:
-    unready = Path(f"/dev/shm/transport-{prefix()}a")
-    with FoundRings(OnThisHost(prefix())) as queue:
-        unready.touch(0o600)  # as it is between two steps of its writer
-        assert take(queue, 1) == []
-        with SharedRingBuffer.create(SCHEMA, slots=2, name=f"{prefix()}a") as ring:
-            ring.write(ONE)
-            assert consume(some(queue, 1)) == [True]
 
 
 def test_a_ring_that_was_made_again_is_found_while_an_array_of_the_old_one_is_held() -> None:

@@ -153,7 +153,7 @@ def test_a_file_of_another_size_is_refused(name: str, ring: Ring) -> None:
         refused(lambda: Ring.attach(other, _ring.ROLE_READER), LayoutError, "bytes, header says")
         shm_file(other).write_bytes(data[:100])
         refused(lambda: Ring.attach(other, _ring.ROLE_READER), RingNotFoundError)
-        Ring.create(other, 1, 1, ZEROS).close()  # rubbish of a creator that died
+        refused(lambda: Ring.create(other, 1, 1, ZEROS), LayoutError)
     finally:
         shm_file(other).unlink(missing_ok=True)
 
