@@ -6,14 +6,12 @@ import os
 
 import numpy as np
 import pytest
-from found_rings import consume, names, seen, some, take
-from helpers import NETWORK
+from found_rings import LONG_S, consume, names, seen, some
+from helpers import NETWORK, eventually
 
-from transport import FoundRings, Schema, SharedRingBuffer, UCXXServer
+from transport import FoundRings, Schema, SharedRingBuffer, Trainer, UCXXServer
 from transport.claims.places import OnThisHost
-from transport.client.client import UCXXClient
-from transport.errors import SchemaError
-from transport.testing import run
+from transport.claims.waiting import Why
 
 SCHEMA = Schema.of(x=("int64", 4))
 ONE = {"x": np.arange(4)}
@@ -46,14 +44,16 @@ def test_a_ring_of_another_schema_is_refused_before_anything_is_claimed() -> Non
     other = Schema.of(observations=("float32", 4))
     with SharedRingBuffer.create(SCHEMA, slots=2) as ring, UCXXServer(ring, mode="thread") as server:
         ring.write(ONE)
-        place = ("127.0.0.1", server.ports[0])
+        places = f"rings://127.0.0.1:{server.ports[0]}"
+        with Trainer(other, places, wire=NETWORK) as trainer:
 
-        async def connect(schemas: list[Schema]) -> int:
-            async with UCXXClient(schemas=schemas, wire=NETWORK) as client:
-                taken = await (await client.claims.open(place)).demand(1)[1]
-                return int(taken.rows["attempts"][0])
+            def refused() -> bool:
+                assert trainer.take(1, 0.05) is None
+                reason = trainer.rings.why_nothing(0)
+                return reason is not None and reason.why is Why.OTHER_SCHEMA and other.fingerprint in reason.text
 
-        with pytest.raises(SchemaError, match=other.fingerprint):
-            run(connect([other]))
-        assert run(connect([other, SCHEMA])) == 1  # no one else has claimed it
-        assert run(connect([])) == 2
+            eventually(refused)
+        with Trainer([other, SCHEMA], places, wire=NETWORK) as trainer:
+            batch = trainer.take(1, LONG_S)
+            assert batch is not None
+            assert batch.attempts.tolist() == [1]  # no one else has claimed it

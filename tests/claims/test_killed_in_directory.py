@@ -13,6 +13,7 @@ from loopback import LOOPBACK
 
 from transport import FoundRings, Schema, SharedRingBuffer, Trainer, UCXXServer, _ring
 from transport.claims.places import InDirectory
+from transport.claims.waiting import Why
 from transport.settings import DEFAULTS
 from transport.store import SQLiteStore
 from transport.store.directory import Announcement, Directory, Serving
@@ -131,17 +132,28 @@ def test_a_rollout_whose_listeners_admit_no_other_trainer_is_not_taken_for_a_kil
         assert not trainer.rings.finished(1)
 
 
-def test_a_ring_of_other_payloads_on_another_host_is_not_waited_for(
-    directory: Directory, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_ring_of_other_payloads_on_another_host_is_none_of_the_trainers(
+    directory: Directory, monkeypatch: pytest.MonkeyPatch, joined: bool
 ) -> None:
     monkeypatch.setattr("transport.claims.demands.is_loopback", lambda _: False)  # by which this one is reached
+    other = Schema.of(other="float32")
     with (
-        SharedRingBuffer.create(Schema.of(other="float32"), slots=4) as ring,
+        SharedRingBuffer.create(other, slots=4) as ring,
         UCXXServer(ring, mode="thread", addresses=(LOOPBACK,)) as server,
         FoundRings(InDirectory(directory)) as rings,
-        Trainer(SCHEMA, rings, wire=NETWORK, expected_rollouts=1) as trainer,
+        Trainer(SCHEMA, rings, wire=NETWORK, joined=[other] if joined else False) as trainer,
     ):
+        ring.write({"other": 1.0})
         serving = Serving(ring=ring.ring_id, host="another", addresses=(LOOPBACK,), ports=tuple(server.ports))
         directory.publish(serving, 1000 * LONG_S)
+
+        def foreign() -> bool:
+            assert trainer.take(1, 0.05) is None
+            reason = trainer.rings.why_nothing(0)
+            return reason is not None and reason.why is Why.OTHER_SCHEMA
+
+        eventually(foreign, "it is met")
         directory.end("2" * 32, bytes.fromhex(SCHEMA.fingerprint))
         eventually(lambda: trainer.take(1, 0.05) is None and trainer.finished(), "the end")
+        assert foreign()

@@ -70,7 +70,7 @@ def answered(
 async def taken(listener: ScriptedListener, message: bytes, most: int = 4) -> TakenPart:
     """What a client makes of this answer. A listener that is asked for more goes away."""
     link, side = await listener.linked()
-    connections = ClaimConnections(listener, DEFAULTS, BufferPool(), {})  # type: ignore[arg-type]
+    connections = ClaimConnections(listener, DEFAULTS, BufferPool())  # type: ignore[arg-type]
     takes = ClaimConnection(link, connections)
 
     async def listen(side: Side) -> None:
@@ -166,7 +166,7 @@ async def test_an_answer_with_more_or_fewer_codes_than_claims_were_ended_ends_th
     monkeypatch.setattr(Outcomes, "patience_s", 0.0)
     async with OnlyPort() as listener:
         link, side = await listener.linked()
-        connections = ClaimConnections(listener, DEFAULTS, BufferPool(), {})  # type: ignore[arg-type]
+        connections = ClaimConnections(listener, DEFAULTS, BufferPool())  # type: ignore[arg-type]
         connection = ClaimConnection(link, connections)
         batch = await two_taken(connection, side)
         end(batch)
@@ -182,7 +182,7 @@ async def test_an_answer_with_more_or_fewer_codes_than_claims_were_ended_ends_th
 async def test_claims_end_with_the_last_message_numbers_of_their_connection() -> None:
     async with ScriptedListener() as listener:
         link, side = await listener.linked()
-        connections = ClaimConnections(listener, DEFAULTS, BufferPool(), {})  # type: ignore[arg-type]
+        connections = ClaimConnections(listener, DEFAULTS, BufferPool())  # type: ignore[arg-type]
         connection = ClaimConnection(link, connections)
         batch = await two_taken(connection, side)
         link.native.next_number = side.number = frames.MESSAGE_NUMBERS - 2

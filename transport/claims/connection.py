@@ -45,7 +45,6 @@ from transport.claims.batch import (
 from transport.claims.outcomes import Outcomes, Served
 from transport.claims.places import segment_served_at
 from transport.claims.taken_part import TakenPart
-from transport.claims.waiting import foreign, schema_of
 from transport.client.connections.connection import Link, Want, refusal
 from transport.client.connections.links import Links
 from transport.client.connections.pool import PortKey
@@ -59,7 +58,6 @@ from transport.errors import (
     ConnectionLostError,
     ProtocolError,
     ReadTimeoutError,
-    SchemaError,
     TransportError,
     UsageError,
 )
@@ -69,9 +67,7 @@ from transport.runtime.amounts import count
 from transport.runtime.logs import LoggedErrors
 from transport.runtime.timeouts import Limit, Questions
 from transport.runtime.waits import Waits
-from transport.schema import Schema
 from transport.settings import Settings
-from transport.ticket import NO_SCHEMA
 from transport.wire import frames
 from transport.wire.addresses import host_port
 from transport.wire.frames import Kind, Record
@@ -450,17 +446,15 @@ class ClaimConnections:
     """Connections of one client's demands. Belongs to its loop.
 
     Attributes:
-        known: schemas that the client was given, by fingerprint.
         checksum_failures: payloads that came with bytes that had changed, through any connection.
         questions: what the connections wait for.
         answers: woken when claims were answered.
         outcomes: asks what became of ends whose answer was lost.
     """
 
-    def __init__(self, links: Links, settings: Settings, buffers: BufferPool, schemas: Mapping[str, Schema]) -> None:
+    def __init__(self, links: Links, settings: Settings, buffers: BufferPool) -> None:
         self.settings = settings
         self.buffers = buffers
-        self.known = schemas
         self.checksum_failures = 0
         self.outcomes = Outcomes(links, settings)
         self.questions = Questions()
@@ -476,11 +470,6 @@ class ClaimConnections:
         self._closed = False
 
     @property
-    def schemas(self) -> list[Schema]:
-        """Schemas that the client was given."""
-        return list(self.known.values())
-
-    @property
     def routes(self) -> Routes:
         """Routes on which listeners said that rings are served."""
         return self._all.routes
@@ -488,19 +477,7 @@ class ClaimConnections:
     # --- connections --------------------------------------------------------------------------------
 
     async def open(self, port: PortKey, segment: str | None = "") -> ClaimConnection:
-        """Return a connection of the caller's own, who ends it with `leave`. ``segment``: see `Links.open_apart`.
-
-        SchemaError: the ring there is of a schema that this client was not given; nothing was claimed.
-        """
-        connection = await self._connected(port, segment)
-        schema = connection.link.schema
-        if self.known and schema not in (*self.known, NO_SCHEMA, ""):
-            self.leave(connection)
-            theirs = schema_of(connection.link.fields)
-            raise SchemaError(foreign(f"{connection.ring[:8]} at {host_port(*port)}", schema, theirs, self.schemas))
-        return connection
-
-    async def _connected(self, port: PortKey, segment: str | None = "") -> ClaimConnection:
+        """Return a connection of the caller's own, who ends it with `leave`. ``segment``: see `Links.open_apart`."""
         if segment == "" and self._all.only_near and of_this_host(await address_of(port[0])):
             segment = await asyncio.to_thread(segment_served_at, port[1])
         connection = ClaimConnection(await self._all.open_apart(port, segment=segment), self)

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,6 +24,7 @@ from transport.claims.connection import MOST_BYTES, ClaimConnection, ClaimConnec
 from transport.claims.outcomes import Served
 from transport.claims.taken_part import TakenPart
 from transport.claims.takers import Ask, CancelDemand, Close, Open, Takers
+from transport.claims.waiting import foreign, schema_of
 from transport.errors import (
     BusyError,
     ConnectionLostError,
@@ -36,12 +37,14 @@ from transport.errors import (
     WrongRingError,
 )
 from transport.runtime.logs import LoggedErrors, LogLimit
+from transport.ticket import NO_SCHEMA
 from transport.wire.addresses import host_port, is_loopback
 from transport.wire.library import engine
 
 if TYPE_CHECKING:
     from transport.claims.places import RingAddress
     from transport.client.connections.pool import PortKey
+    from transport.schema import Schema
 
 log = logging.getLogger(__name__)
 
@@ -73,11 +76,13 @@ class Demands:
         settled: is told of each end of claims, with the positions whose end it is.
         most_attempts: what was claimed so often in vain is dead; 0: no limit.
         contents: whether payloads come with their claims.
+        schemas: of the payloads; none: of any.
 
     Attributes:
         oldest_version: what is older is discarded at the listener; may be set.
         ended: of the rings that were connected to, whether each said its end in its last answer: a writer that takes
             over a ring begins anew.
+        foreign: rings that have other payloads, with what says so; `find` is to leave them out.
     """
 
     def __init__(
@@ -90,7 +95,9 @@ class Demands:
         rank: int | str,
         most_attempts: int,
         contents: bool = True,
+        schemas: Sequence[Schema] = (),
     ) -> None:
+        self._schemas = schemas
         self._most_bytes = MOST_BYTES if contents else 0
         self._all = connections
         self._find = find
@@ -100,6 +107,7 @@ class Demands:
         self._most_attempts = most_attempts
         self.oldest_version: int | None = None
         self.ended: dict[str, bool] = {}
+        self.foreign: dict[str, SchemaError] = {}
         self._takers = Takers(0)
         self._batches = 0
         self._most = 1
@@ -254,19 +262,23 @@ class Demands:
             if link.ring != ring and (place.ring or port not in place.ports):
                 self._all.leave(link)
                 raise WrongRingError(f"{host_port(address, port)} serves ring {link.ring[:8]}, not {ring[:8]}")
+            schema = link.link.schema
+            if self._schemas and schema not in (*(each.fingerprint for each in self._schemas), NO_SCHEMA, ""):
+                self._all.leave(link)
+                there = f"{link.ring[:8]} at {host_port(address, port)}"
+                raise SchemaError(foreign(there, schema, schema_of(link.link.fields), self._schemas))
         except TransportError as error:
-            if self.ended.get(known.ring):  # another ring may be served there later
-                self._takers.lost(name, time.monotonic())
-                self._turn()
-                return
-            known.fault = error
-            # Who refuses is there, and an own fault says nothing; a ring of other payloads is not waited for.
-            silent = isinstance(error, LinkError | WrongRingError | SchemaError)
-            known.failing = min(known.failing, time.monotonic()) if silent else float("inf")
-            if (before := self._log_limit.due()) is not None:
-                more = f" ({before} more failures since the last report)" if before else ""
-                log.warning("cannot take payloads from %s, and tries again: %s%s", name, error, more)
             self._takers.lost(name, time.monotonic())
+            if isinstance(error, SchemaError) and place is not None and place.ring:
+                self.foreign[place.ring] = error
+                self._follow_to({each: at for each, at in self._places.items() if at.ring != place.ring})
+            elif not self.ended.get(known.ring):  # another ring may be served there later
+                known.fault = error
+                silent = isinstance(error, LinkError | WrongRingError)  # who refuses is there; own faults say nothing
+                known.failing = min(known.failing, time.monotonic()) if silent else float("inf")
+                if (before := self._log_limit.due()) is not None:
+                    more = f" ({before} more failures since the last report)" if before else ""
+                    log.warning("cannot take payloads from %s, and tries again: %s%s", name, error, more)
         except Exception as error:  # whatever it is, the place is tried again
             self._note(name, error)
             self._takers.lost(name, time.monotonic())

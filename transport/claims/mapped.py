@@ -139,8 +139,13 @@ class RingsOfHost:
                 self._rings[ring.ring_id] = ring
                 self._ranked = {}
 
-    def served(self, schemas: frozenset[str], *, mapped: bool) -> Mapping[str, RingAddress]:
-        """Return where rings with payloads of these schemas are asked, except those that ``mapped`` claims are of."""
+    def served(
+        self, schemas: frozenset[str], *, mapped: bool, foreign: Collection[str] = ()
+    ) -> Mapping[str, RingAddress]:
+        """Return where rings with payloads of these schemas are asked, except those that ``mapped`` claims are of.
+
+        ``foreign``: rings elsewhere that have others.
+        """
         with self._lock:
             known = {ring.ring_id for ring in self.rings(schemas)} if mapped else set()
             places = self._places.served(known, self._names() if mapped else ())
@@ -148,7 +153,7 @@ class RingsOfHost:
                 return places
             fit = _fitting(schemas)
             seen = (*self._rings.values(), *self._others().values())
-            unfit = {ring.ring_id for ring in seen if not _fits(ring, fit)}
+            unfit = {ring.ring_id for ring in seen if not _fits(ring, fit)}.union(foreign)
             return {name: place for name, place in places.items() if place.ring not in unfit} if unfit else places
 
     def known(self, schemas: Sequence[Schema], rank: int | str | None) -> Here:

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Literal
 
 import numpy as np
@@ -27,11 +27,12 @@ from transport.claims.waiting import Reached
 from transport.client.connections.links import Links
 from transport.config import configuration
 from transport.devices.buffers import BufferPool
-from transport.errors import ClosedError, TransportError
+from transport.errors import ClosedError, SchemaError, TransportError
 from transport.ring.consumers import consumers_of, rank_of
 from transport.runtime.logs import LoggedErrors
 from transport.runtime.loop_thread import LoopThread
 from transport.runtime.waits import Waits
+from transport.schema import Schema
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +73,7 @@ class NetworkSource:
         bell: called when something has come, for threads that wait for rings of this host as well.
         thread, claims: of the client; None: one of its own, as the operator configured it, from the first claim on.
         contents: whether payloads come with their claims.
+        schemas: of the payloads; none: of any.
     """
 
     def __init__(
@@ -82,8 +84,9 @@ class NetworkSource:
         thread: LoopThread | None = None,
         claims: ClaimConnections | None = None,
         contents: bool = True,
+        schemas: Sequence[Schema] = (),
     ) -> None:
-        self._contents = contents
+        self._contents, self._schemas = contents, schemas
         self._served = served
         self._most_attempts = min(max_deliveries, _ring.MAX_ATTEMPTS)
         self._bell = bell
@@ -114,7 +117,7 @@ class NetworkSource:
         operator = configuration()
         wires = None if operator.wire_policy == "auto" else frozenset(operator.wire_policy)
         links = Links(operator.settings, wires, operator.secret(), lambda: None)
-        claims = ClaimConnections(links, operator.settings, BufferPool(), {})
+        claims = ClaimConnections(links, operator.settings, BufferPool())
 
         async def end() -> None:
             await self._end()
@@ -149,6 +152,7 @@ class NetworkSource:
             rank=rank,
             most_attempts=self._most_attempts,
             contents=self._contents,
+            schemas=self._schemas,
         )
         made.idling = asyncio.create_task(self._give_back_when_idle(made, self._claims.settings.claim_lease_s))
         self._ranks[rank] = made
@@ -269,6 +273,11 @@ class NetworkSource:
     def unreached(self, for_s: float) -> set[str]:
         """Return the places where no demand was answered by anybody of their rings for so long."""
         return set().union(*(of.demands.unreached(for_s) for of in list(self._ranks.values())))
+
+    @property
+    def foreign(self) -> dict[str, SchemaError]:
+        """Rings that demands were connected to and that have other payloads, with what says so."""
+        return {ring: error for of in list(self._ranks.values()) for ring, error in list(of.demands.foreign.items())}
 
     def left(self, rank: int | str) -> dict[str, int]:
         """Return how many payloads this rank has not consumed, at most, by ring whose writer has said its end."""

@@ -193,7 +193,7 @@ class FoundRings:
         own._maps, own._uses_network = client.allows("mapped"), client.uses_network()
         client.share(self._here.attached)
         own._network = self._networks[client, contents] = NetworkSource(
-            own._served, self._max_deliveries, self._here.bell.ring, thread, client.claims, contents
+            own._served, self._max_deliveries, self._here.bell.ring, thread, client.claims, contents, schemas
         )
         own._begin()
         own._expected = expected_rollouts
@@ -216,7 +216,7 @@ class FoundRings:
             self._past_failures.extend(network.failures)
 
     def _served(self) -> Mapping[str, RingAddress]:
-        return self._here.served(self._schemas, mapped=self._maps)
+        return self._here.served(self._schemas, mapped=self._maps, foreign=self._network.foreign)
 
     # --- taking -----------------------------------------------------------------------------------------
     def take_parts(
@@ -443,12 +443,15 @@ class FoundRings:
         reached = self._network.reached(rank, named=bool(here.rings), met=self._met)
         fitting = set(here.rings) if self._maps else set()
         fitting |= reached.rings if reached.rings or reached.faults else set(self._served())
-        strangers = [*here.foreign, *(str(each) for each in reached.faults.values() if isinstance(each, SchemaError))]
+        elsewhere = self._here.elsewhere()
+        foreign = [each for ring, each in self._network.foreign.items() if ring in elsewhere]
+        foreign += [each for each in reached.faults.values() if isinstance(each, SchemaError)]
+        strangers = [*here.foreign, *map(str, foreign)]
         ends, _ = self._ends(mapped=False)
         own = (OpenFilesError, *OWN_FAULTS)  # this process's, at these places alone
         limited = [f"{place}: {fault}" for place, fault in reached.faults.items() if isinstance(fault, own)]
         number = rank if isinstance(rank, int) else None
-        elsewhere = (summed(each.counted(), number, set())["claimed"] for each in list(self._networks.values()))
+        held = (summed(each.counted(), number, set())["claimed"] for each in list(self._networks.values()))
         return Known(
             repr(self.places),
             len(fitting),
@@ -464,7 +467,7 @@ class FoundRings:
             number,
             here.ranks,
             full=not here.free and fitting <= here.rings,
-            own=sum(elsewhere, here.own if self._maps else 0),
+            own=sum(held, here.own if self._maps else 0),
             other_ranks=here.other_ranks,
             crowded=self.crowded(),
         )

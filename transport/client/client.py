@@ -107,9 +107,7 @@ class UCXXClient:
             self._verify = verify
             self._buffers = BufferPool()
             self._deliveries = Deliveries(schemas, ack, self._links, self._find)
-            self._claims = ClaimConnections(
-                self._links, self._settings, self._buffers, {schema.fingerprint: schema for schema in schemas}
-            )
+            self._claims = ClaimConnections(self._links, self._settings, self._buffers)
             self._reads = Reads(
                 self._check_open,
                 self._settings,
