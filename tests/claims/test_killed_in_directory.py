@@ -38,6 +38,23 @@ with FoundRings(InDirectory(Directory(store, lease_s=float(sys.argv[2]))), store
     print(rollout.ring.ring_id, rollout.ring.name, flush=True)
     sys.stdin.readline()
 """
+# Serves a file again, from a container of the same node.
+ELSEWHERE = """
+import sys
+from mounts import own_shared_memory
+print(own_shared_memory(), flush=True)
+from transport import SharedRingBuffer, UCXXServer
+from transport.store import SQLiteStore
+from transport.store.directory import Announcement, Directory
+with (
+    SQLiteStore(sys.argv[1]) as store,
+    SharedRingBuffer.create(slots=4, slot_bytes=64, file=sys.argv[2]) as ring,
+    UCXXServer(ring, mode="thread", addresses=(sys.argv[3],)) as server,
+    Announcement(Directory(store), ring, server),
+):
+    ring.write_raw(b"x")
+    sys.stdin.readline()
+"""
 
 
 @pytest.fixture
@@ -157,3 +174,26 @@ def test_a_ring_of_other_payloads_on_another_host_is_none_of_the_trainers(
         directory.end("2" * 32, bytes.fromhex(SCHEMA.fingerprint))
         eventually(lambda: trainer.take(1, 0.05) is None and trainer.finished(), "the end")
         assert foreign()
+
+
+def test_the_ring_of_a_file_that_went_here_is_found_when_another_container_of_the_node_serves_it(
+    directory: Directory, tmp_path: Path
+) -> None:
+    with FoundRings(InDirectory(directory)) as rings, Trainer(rings=rings, wire=NETWORK) as trainer:
+        with (
+            SharedRingBuffer.create(slots=4, slot_bytes=64, file=tmp_path / "ring") as ring,
+            UCXXServer(ring, mode="thread", addresses=(LOOPBACK,)) as server,
+        ):
+            record = Announcement(directory, ring, server)._serving()
+            directory.publish(record, 1000 * LONG_S)  # as of a killed rollout
+            eventually(lambda: rings.segments_here() == [ring.name], "it is seen")
+        eventually(lambda: not rings.segments_here() and not rings.not_counted(), "it is gone")
+        with Child(ELSEWHERE, tmp_path / "store.db", tmp_path / "ring", LOOPBACK) as container:
+            if container.line() != "True":
+                pytest.skip("this system does not allow a /dev/shm of one's own")
+            batch = trainer.take(1, LONG_S)
+            assert batch is not None
+            batch.consume()
+            assert batch.accepted.all()
+            container.tell()
+            assert container.wait() == 0

@@ -26,7 +26,7 @@ from transport.ring.buffer import SharedRingBuffer
 from transport.runtime import threads
 from transport.runtime.descriptors import OF_A_RING, promised
 from transport.store.directory import LEASE_S, Directory, Ended, Serving
-from transport.ticket import host_identity
+from transport.ticket import host_identity, memory_identity
 from transport.wire.addresses import loopback_of
 
 log = logging.getLogger(__name__)
@@ -352,14 +352,15 @@ class InDirectory(Discovery):
         made_of = self._reads, frozenset(mapped), tuple(self._segments.items())
         before, served = self._made
         if made_of != before:
-            # Who has seen its segment go knows that nobody serves it, however long its record lasts.
-            gone = self._here & self._observed.ends.keys() - self._segments.keys()
+            memory = memory_identity()
             served = {
                 ring: RingAddress(
                     each.addresses, each.ports, ring, self._segments.get(ring, "") if ring in self._here else None
                 )
                 for ring, each in self._known.items()
-                if ring not in mapped and ring not in gone
+                # Who has seen its segment go knows that nobody serves it, however long its record lasts.
+                if ring not in mapped
+                and (each.memory != memory or ring in self._segments or ring not in self._observed.ends)
             }
             self._made = made_of, served
         return served

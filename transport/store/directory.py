@@ -48,7 +48,7 @@ from transport.runtime.waits import Flag
 from transport.store.base import ABSENT, LONGEST_LEASE_S, Change, Store, check_lease
 from transport.store.decision import decide
 from transport.store.stored import decode, decode_each, encode
-from transport.ticket import Ticket, host_identity
+from transport.ticket import Ticket, host_identity, memory_identity
 from transport.wire.addresses import is_loopback
 
 if TYPE_CHECKING:
@@ -78,6 +78,7 @@ class Serving(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     host: str  # as in tickets
     addresses: tuple[str, ...]
     ports: tuple[int, ...]
+    memory: str = ""  # that its writer makes segments in: a host's containers seldom share theirs
 
     def moved(self, ticket: Ticket) -> Ticket:
         """Return the ticket with this server's addresses and ports. TicketError if they make no valid ticket."""
@@ -226,6 +227,7 @@ class Announcement:
             host=host_identity(),
             addresses=self._server.addresses,
             ports=self._server.ports,
+            memory=memory_identity(),
         )
 
     def _keep(self) -> None:
