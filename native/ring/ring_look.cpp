@@ -109,14 +109,17 @@ std::uint64_t Ring::own_count(Counter which) const {
   return row().counters[static_cast<std::size_t>(which)].load(std::memory_order_relaxed);
 }
 
+bool Ring::owner_lives(unsigned index) const {
+  return static_cast<int>(index) == me_ || held_elsewhere(fd(), kOwnerByte + off_t{index});
+}
+
 std::vector<OwnerInfo> Ring::owners() const {
   require_open();
   std::vector<OwnerInfo> owners;
   for (unsigned index = 0; index < kMaxOwners; ++index) {
     const OwnerRow& owner = row(index);
     if (owner.occupied.load(std::memory_order_acquire) == 0) continue;  // SYNC O
-    owners.push_back({index, static_cast<int>(index) == me_ || held_elsewhere(fd(), kOwnerByte + off_t{index}),
-                      static_cast<Role>(owner.role.load(std::memory_order_relaxed)),
+    owners.push_back({index, owner_lives(index), static_cast<Role>(owner.role.load(std::memory_order_relaxed)),
                       owner.pid.load(std::memory_order_relaxed), owner.started_ns.load(std::memory_order_relaxed),
                       owner.heartbeat_ns.load(std::memory_order_relaxed), owner.heard_ns.load(std::memory_order_relaxed),
                       owner.lease_ns.load(std::memory_order_relaxed),
@@ -238,8 +241,7 @@ bool Ring::ended() const {
   for (unsigned index = 0; index < kMaxOwners; ++index) {
     const OwnerRow& owner = row(index);
     if (owner.occupied.load(std::memory_order_acquire) != 0 &&  // SYNC O
-        owner.writes.load(std::memory_order_acquire) != 0 &&
-        (static_cast<int>(index) == me_ || held_elsewhere(fd(), kOwnerByte + off_t{index})))
+        owner.writes.load(std::memory_order_acquire) != 0 && owner_lives(index))
       return false;
   }
   return true;

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from frozen import frozen
 from helpers import NETWORK, SHM, Child, asynchronous, eventually, is_running, listener_pids, parent_of
-from loopback import FAMILY, LOOPBACK
+from loopback import FAMILY, LOOPBACK, at
 from supervised import QUICK, bound, read_all
 
 from transport import SharedRingBuffer, Ticket, UCXXClient, UCXXServer
@@ -200,6 +200,40 @@ def test_a_listener_that_does_not_hear_that_its_writer_was_killed_is_killed_and_
         child.kill()
         eventually(lambda: not is_running(listener))
     eventually(lambda: writer.gone(name))
+
+
+TRAINER = """
+import asyncio, sys
+from takes import consume, remote, take
+async def main():
+    async with remote() as client:
+        batch = await take(client, sys.argv[1], 1)
+        print((await consume(batch)).all(), flush=True)
+        await asyncio.to_thread(sys.stdin.readline)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("killed", ["listener", "trainer"])
+def test_an_orphaned_listener_waits_for_no_trainer_that_cannot_ask_any_more(name: str, killed: str) -> None:
+    writer = Writer(name, 1, msgspec.structs.replace(QUICK, linger_s=1000.0), ports=2)
+    first, _ = writer.listeners
+    with (
+        writer.child as child,
+        Child(TRAINER, at(first)) as trainer,
+        SharedRingBuffer.attach(name, role="observer") as ring,
+    ):
+        assert trainer.line() == "True"
+        with SharedRingBuffer.attach(name, role="writer") as other:
+            other.end_data()
+        child.kill()
+        os.kill(writer.supervisor, signal.SIGKILL)
+        assert ring.native.pending == 1  # it lives, and is yet to hear the end
+        if killed == "trainer":
+            trainer.kill()
+        else:
+            os.kill(writer.listeners[first], signal.SIGKILL)
+        eventually(lambda: writer.gone(name))
 
 
 @asynchronous
