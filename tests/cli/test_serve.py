@@ -14,20 +14,24 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+from helpers import NETWORK, eventually
+from loopback import at
 
-from transport import BlockingClient, Schema, SharedRingBuffer, _ring
+from transport import BlockingClient, Schema, SharedRingBuffer, Trainer, _ring
 from transport.cli import run
 from transport.errors import AuthenticationError, RingNotFoundError
 from transport.runtime.signals import until_stopped
 
 PATIENCE_S = 60.0
+signals = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 SCHEMA = Schema.of(step=("int64",))
 
 
 @contextmanager
-def served(*arguments: str, folder: Path) -> Iterator[tuple[subprocess.Popen[str], dict[str, object]]]:
+def served(*arguments: str, folder: Path) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
     """The process, and what it said when it was ready."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("UCX")}
     process = subprocess.Popen(
@@ -57,7 +61,7 @@ def test_other_processes_write_and_read(tmp_path: Path) -> None:
         process,
         said,
     ):
-        assert (said["slots"], len(said["ports"])) == (4, 2)  # type: ignore[arg-type]
+        assert (said["slots"], len(said["ports"])) == (4, 2)
         with SharedRingBuffer.attach(str(said["segment"]), SCHEMA, role="writer") as ring:
             ticket = ring.write({"step": 7})
             ring.end_data()
@@ -145,6 +149,54 @@ def test_with_a_grace_budget_it_waits_until_everything_is_read_and_logs_that(
     assert messages[1:] == [f"stopping: 1 payload unread, waiting up to {PATIENCE_S:.0f} s for the readers"]
 
 
+@contextmanager
+def a_trainer_that_is_yet_to_hear_the_end(said: dict[str, Any]) -> Iterator[Trainer]:
+    with (
+        SharedRingBuffer.attach(said["segment"], role="writer") as ring,
+        Trainer(rings=f"rings://{at(said['ports'][0])}", wire=NETWORK) as trainer,
+    ):
+        ring.write_raw(b"x")
+        batch = trainer.take(1, PATIENCE_S)
+        assert batch is not None
+        batch.consume()
+        assert batch.accepted.all()
+        del batch
+        trainer.rings.rest_at_once()  # as in a long step
+        ring.end_data()
+        assert ring.native.drained
+        assert ring.native.takers == 1
+        ring.close()
+        yield trainer
+
+
+@pytest.mark.ucx
+@signals
+def test_a_signal_ends_it_in_order_while_a_trainer_is_yet_to_hear_the_end(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    with (
+        served("--slot-bytes", "64", folder=tmp_path) as (process, said),
+        a_trainer_that_is_yet_to_hear_the_end(said),
+    ):
+        process.send_signal(number)
+        assert process.wait(PATIENCE_S) == 0
+        assert said["segment"] not in _ring.segments()
+
+
+@pytest.mark.ucx
+@signals
+def test_with_a_grace_budget_it_waits_for_a_trainer_that_is_yet_to_hear_the_end(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    with (
+        served("--slot-bytes", "64", "--drain", str(2 * PATIENCE_S), folder=tmp_path) as (process, said),
+        a_trainer_that_is_yet_to_hear_the_end(said) as trainer,
+    ):
+        process.send_signal(number)
+        eventually(lambda: trainer.take(1, 0.05) is None and trainer.finished(), "it hears the end")
+        assert process.wait(PATIENCE_S) == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -165,7 +217,7 @@ def test_a_schema_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str])
 
 
 # --- the wish to stop ------------------------------------------------------------------------------------
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@signals
 def test_a_signal_is_a_wish_and_handlers_come_back(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     with until_stopped() as stopped:

@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import Child, eventually
+from helpers import NETWORK, Child, eventually
+from loopback import at
 
 from transport import (
     RingOptions,
@@ -60,6 +61,27 @@ with until_stopped() as stopped, Rollout(schema, slots=4, mode="thread", drain_s
         rollout.write_to_buffer({"obs": np.ones((3, 2), np.float32)})
         written += 1
 print("written", written, flush=True)
+"""
+SERVES = """
+import numpy as np
+import transport.server.server as server
+from loopback import LOOPBACK
+from transport import Rollout, Schema, UpTo
+from transport.packer.options import ServerOptions
+from transport.runtime.signals import until_stopped
+
+server.TELL_S = 1000.0
+schema, here = Schema.of(obs=("float32", UpTo(16), 2)), ServerOptions(addresses=(LOOPBACK,))
+with (
+    until_stopped() as stopped,
+    Rollout(schema, slots=4, server=here) as first,
+    Rollout(schema, slots=4, server=here) as second,
+):
+    for rollout in (first, second):
+        rollout.write_to_buffer({"obs": np.ones((3, 2), np.float32)})
+    print(*first.ports, *second.ports, flush=True)
+    stopped.wait()
+print("ended", flush=True)
 """
 
 
@@ -157,6 +179,26 @@ def test_a_signal_during_the_drain_shortens_it() -> None:
     finally:
         child.kill()
         child.wait()
+
+
+@pytest.mark.ucx
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_rollouts_that_a_signal_ends_wait_together_for_trainers_that_are_yet_to_hear_it(
+    number: signal.Signals,
+) -> None:
+    """Without a signal each would wait for longer than the test may last."""
+    with Child(SERVES) as child:
+        ports = [int(port) for port in child.line().split()]
+        with Trainer(SCHEMA, f"rings://{','.join(map(at, ports))}", wire=NETWORK) as trainer:
+            batch = trainer.take(2, 20.0, fill_s=20.0)
+            assert batch is not None
+            batch.consume()
+            assert batch.accepted.all()
+            del batch
+            trainer.rings.rest_at_once()  # as in a long step
+            child.process.send_signal(number)
+            assert child.line() == "ended"
+            assert child.wait() == 0
 
 
 @pytest.mark.ucx
