@@ -17,7 +17,7 @@ from transport.claims.waiting import Why
 from transport.settings import DEFAULTS
 from transport.store import SQLiteStore
 from transport.store.directory import Announcement, Directory, Serving
-from transport.ticket import host_identity
+from transport.ticket import host_identity, memory_identity
 from transport.wires import Wire
 
 pytestmark = pytest.mark.ucx
@@ -120,6 +120,22 @@ def test_a_killed_rollout_of_another_host_that_is_not_reached_any_more_is_missin
             lambda: trainer.take(1, 0.05) is None and rings.not_counted().keys() == {living.ring},
             "a snapshot need not have it",
         )
+
+
+def test_a_ring_that_came_and_went_between_two_looks_is_missing_nowhere(directory: Directory) -> None:
+    here = Serving(
+        ring="1" * 32,
+        host=host_identity(),
+        addresses=(LOOPBACK,),
+        ports=(1,),
+        memory=memory_identity(),
+        segment="/transport-that-is-gone",
+    )
+    elsewhere = msgspec.structs.replace(here, ring="2" * 32, memory="of another container of the node")
+    for each in (here, elsewhere):
+        directory.publish(each, 1000 * LONG_S)
+    with FoundRings(InDirectory(directory)) as rings:
+        assert rings.not_counted().keys() == {elsewhere.ring}
 
 
 def test_a_rollout_whose_listeners_admit_no_other_trainer_is_not_taken_for_a_killed_one(directory: Directory) -> None:

@@ -154,7 +154,7 @@ def test_a_published_ring_stays_published(fails_once: FailsOnce) -> None:
     renewed = fails_once(Directory, "renew")
     directory = Directory(MemoryStore(), lease_s=0.3)
     server = SimpleNamespace(addresses=("127.0.0.1",), ports=(1,), linger_s=0.0)
-    with Announcement(directory, SimpleNamespace(ring_id="ab" * 16, data_ended=False), server):  # type: ignore[arg-type]
+    with Announcement(directory, SimpleNamespace(ring_id="ab" * 16, name="", data_ended=False), server):  # type: ignore[arg-type]
         eventually(lambda: len(renewed) > 2, "it is renewed")
 
 

@@ -103,7 +103,7 @@ def loading(client: redis.Redis) -> bool:
 
 def test_a_worker_that_starts_behind_what_the_server_forgot_is_found() -> None:
     def announced(ring: int, port: int) -> Announcement:
-        worker: Any = SimpleNamespace(ring_id=f"{ring:032x}", data_ended=False)
+        worker: Any = SimpleNamespace(ring_id=f"{ring:032x}", name="", data_ended=False)
         served: Any = SimpleNamespace(addresses=("10.0.0.1",), ports=(port,), linger_s=0.0)
         return stack.enter_context(Announcement(directory, worker, served))
 

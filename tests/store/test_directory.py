@@ -145,7 +145,7 @@ def test_a_server_that_waits_for_its_last_readers_stays_published(
 def test_a_server_that_moved_or_was_forgotten_is_published_again(store: SQLiteStore) -> None:
     directory = Directory(store, lease_s=0.3)
     server = SimpleNamespace(addresses=("10.0.0.1",), ports=(5000,), linger_s=0.0)
-    with Announcement(directory, SimpleNamespace(ring_id=RING, data_ended=False), server) as announcement:
+    with Announcement(directory, SimpleNamespace(ring_id=RING, name="", data_ended=False), server) as announcement:
         assert directory.find(RING).ports == (5000,)
         server.ports = (5001, 5002)
         eventually(lambda: directory.find(RING).ports == (5001, 5002))

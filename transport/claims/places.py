@@ -91,6 +91,10 @@ class Discovery:
         """Segments of this host that could not be looked at, with the reason."""
         return {}
 
+    def gone(self) -> set[str]:
+        """Rings that nobody serves any more though these places name them: their segments would be seen from here."""
+        return set()
+
     def ended(self) -> Mapping[str, bytes]:
         """Rings whose writers have said their end and are gone, as these places know it; with their fingerprints."""
         return {}
@@ -364,6 +368,16 @@ class InDirectory(Discovery):
             }
             self._made = made_of, served
         return served
+
+    def gone(self) -> set[str]:
+        """Return the published rings whose segments are not in this memory, where they would be."""
+        self.segments()
+        memory, others = memory_identity(), set(_ring.segments()).difference(self._segments.values())
+        return {
+            ring
+            for ring, each in self._known.items()
+            if each.memory == memory and ring not in self._segments and each.segment not in others
+        }
 
     def ended(self) -> Mapping[str, bytes]:
         """Return the rings whose ends are written into the directory."""

@@ -568,8 +568,10 @@ class FoundRings:
         self._check_open()
         elsewhere, directory = self._here.elsewhere(), self.places.directory
         lost = sorted(self._lost() & elsewhere.keys())
-        gone = directory.absent(lost) if directory is not None and lost else []  # a living rollout's are in question
-        return {ring: place for ring, place in elsewhere.items() if ring not in gone}
+        gone = (
+            {*directory.absent(lost)} if directory is not None and lost else set()
+        )  # a living rollout's are in question
+        return {ring: place for ring, place in elsewhere.items() if ring not in gone | self.places.gone()}
 
     # --- notices --------------------------------------------------------------------------------------
     def announce(self, topic: str, version: int, payload: bytes = b"") -> bool:

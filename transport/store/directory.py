@@ -79,6 +79,7 @@ class Serving(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     addresses: tuple[str, ...]
     ports: tuple[int, ...]
     memory: str = ""  # that its writer makes segments in: a host's containers seldom share theirs
+    segment: str = ""  # the ring's name there, for as long as it is served
 
     def moved(self, ticket: Ticket) -> Ticket:
         """Return the ticket with this server's addresses and ports. TicketError if they make no valid ticket."""
@@ -228,6 +229,7 @@ class Announcement:
             addresses=self._server.addresses,
             ports=self._server.ports,
             memory=memory_identity(),
+            segment=self._written.name,
         )
 
     def _keep(self) -> None:
