@@ -139,14 +139,17 @@ void Description::close() {
 
 int Description::reopen(int flags) const { return ::open(this_file(fd()).c_str(), flags | O_CLOEXEC); }
 
-bool Description::still_at(const Place& place) const {
+bool Description::is(const Description& other) const {
   struct stat mine {
-  }, there{};
-  if (fstat(fd(), &mine) != 0) fail_errno(errno, "fstat", place.shown);
-  const OwnFd other(open_at(place, O_RDONLY));
-  if (other.get() < 0 && errno != ENOENT) fail_errno(errno, "open", place.shown);
-  return other.get() >= 0 && fstat(other.get(), &there) == 0 && mine.st_dev == there.st_dev &&
-         mine.st_ino == there.st_ino;
+  }, theirs{};
+  if (fstat(fd(), &mine) != 0 || fstat(other.fd(), &theirs) != 0) fail_errno(errno, "fstat", "a segment");
+  return mine.st_dev == theirs.st_dev && mine.st_ino == theirs.st_ino;
+}
+
+bool Description::still_at(const Place& place) const {
+  const auto there = try_open(place, O_RDONLY);
+  if (!there && errno != ENOENT) fail_errno(errno, "open", place.shown);
+  return there && is(*there);
 }
 
 bool Geometry::compute(std::uint64_t slot_count, std::uint64_t slot_capacity, std::uint64_t page_bytes, Geometry& out) {
@@ -402,8 +405,21 @@ Segment Segment::create(const std::string& name, std::uint64_t slot_count, std::
         if (place.file) ::unlink(place.path.c_str());
         throw;
       }
-      if (!place.file && !segment.description->enter(place)) continue;  // another creator was faster
+      if (place.file) {
+        FAULT_POINT("create.initialised");
+        return segment;
+      }
+      if (!segment.description->enter(place)) continue;  // another creator was faster
       FAULT_POINT("create.initialised");
+      // What is mapped before has no name in /proc/PID/maps, where one looks who uses a segment.
+      try {
+        const auto named = Description::open(place, O_RDWR);
+        if (!segment.description->is(*named)) fail(Fault::not_found, place.shown + " was removed");
+        segment.mapping = std::make_shared<Mapping>(*named, place, segment.geometry, true);
+      } catch (...) {
+        if (segment.description->still_at(place)) ::unlink(place.path.c_str());
+        throw;
+      }
       return segment;
     }
     checked_stat(*segment.description, place);

@@ -181,6 +181,7 @@ class Description {
 
   int fd() const { return fd_.load(std::memory_order_relaxed); }
   void close();
+  bool is(const Description& other) const;  // of the same file
   bool still_at(const Place& place) const;
   // Another description of the same file, for the caller to close; -1 with errno set if it refuses.
   int reopen(int flags) const;

@@ -181,7 +181,7 @@ def test_what_a_store_writes_behind_a_close_that_has_not_waited_for_it_is_withdr
 ) -> None:
     monkeypatch.setattr("transport.store.directory._JOIN_S", 0.0)
     server = SimpleNamespace(addresses=("10.0.0.1",), ports=(5000,), linger_s=300.0)
-    written = SimpleNamespace(ring_id=RING, data_ended=True, fingerprint=bytes(16))
+    written = SimpleNamespace(name="/transport-a", ring_id=RING, data_ended=True, fingerprint=bytes(16))
     with MemoryStore() as inner:
         store = HeldUp(inner)
         directory = Directory(store, lease_s=0.3)
