@@ -112,12 +112,12 @@ def test_the_segment_is_private_and_listed(name: str, ring: Ring) -> None:
     assert name in _ring.segments()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
 def test_its_makers_memory_map_has_its_name(name: str, ring: Ring) -> None:
     lines = Path("/proc/self/maps").read_text().splitlines()
     assert [line for line in lines if line.endswith(f"/dev/shm{name}")]
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
 def test_another_users_segment_is_refused(name: str) -> None:
     with contextlib.closing(Ring.create(name, 4, 1000, ZEROS)) as ring:
         os.chown(shm_file(name), 12345, -1)
