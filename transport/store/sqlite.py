@@ -253,13 +253,12 @@ class _Database:
         max_bytes: int | None,
         busy_timeout_s: float,
     ) -> None:
+        self._connection: sqlite3.Connection | None = None  # guarded by _lock; None while closed and throughout a fork
         self.path = path.resolve()
         self._synchronous = synchronous
         self._max_bytes = max_bytes
         self._busy_timeout_s = busy_timeout_s
         self._lock = threading.RLock()
-        # Invariant: guarded by _lock; None while closed and throughout a fork.
-        self._connection: sqlite3.Connection | None = None
         self._file: tuple[int, int] | None = None  # device and inode of the file that is open
         self._closed = False
         with self._lock:
@@ -336,6 +335,10 @@ class _Database:
         with self._lock:
             self._closed = True
             self._disconnect()
+
+    def __del__(self) -> None:
+        """Close what an interrupt has taken before anybody had it: from Python 3.13 on, sqlite3 warns of it."""
+        self._disconnect()
 
     # --- opening -------------------------------------------------------------------------------
     def _opened(self) -> sqlite3.Connection:
