@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers import Child, eventually, in_thread
@@ -311,13 +312,20 @@ def test_a_rollout_that_does_not_wait_tells_the_end_and_refuses_what_was_claimed
             assert holder.wait() == 0
 
 
-def test_a_trainer_with_its_hands_full_hears_the_end_of_a_rollout_that_does_not_wait() -> None:
+@contextlib.contextmanager
+def at_an_address(payloads: int, **options: Any) -> Iterator[tuple[str, Child, Trainer]]:
+    """The prefix of a ring, its rollout, and a trainer that knows its address alone."""
     ports: list[str] = []
     prefix = f"end-{os.getpid()}-"
     with (
-        rollouts(f"rings:{prefix}", 12, ports=ports, drain_s=0.0) as [rollout],
+        rollouts(f"rings:{prefix}", payloads, ports=ports, **options) as [rollout],
         Trainer(SCHEMA, f"rings://127.0.0.1:{ports[0]}") as trainer,
     ):
+        yield prefix, rollout, trainer
+
+
+def test_a_trainer_with_its_hands_full_hears_the_end_of_a_rollout_that_does_not_wait() -> None:
+    with at_an_address(12, drain_s=0.0) as (prefix, rollout, trainer):
         batch = take(trainer, 1)
         eventually(lambda: of_rings(prefix, lambda ring: ring.depth(0)["claimed"]) >= 4, "it has three ahead")
         end(rollout)
@@ -327,12 +335,7 @@ def test_a_trainer_with_its_hands_full_hears_the_end_of_a_rollout_that_does_not_
 
 
 def test_a_trainer_that_rests_hears_the_end() -> None:
-    ports: list[str] = []
-    prefix = f"end-{os.getpid()}-"
-    with (
-        rollouts(f"rings:{prefix}", 2, ports=ports) as [rollout],
-        Trainer(SCHEMA, f"rings://127.0.0.1:{ports[0]}") as trainer,
-    ):
+    with at_an_address(2) as (_, rollout, trainer):
         assert consume(take(trainer, 2)) == 2
         trainer.rings.rest_at_once()  # as when nothing is taken for a lease's time
         end(rollout)
@@ -361,12 +364,7 @@ def test_a_trainer_that_has_enough_of_one_rollout_hears_the_end_of_another(wire:
 
 
 def test_a_trainer_whose_listener_is_killed_before_the_end_hears_it() -> None:
-    ports: list[str] = []
-    prefix = f"end-{os.getpid()}-"
-    with (
-        rollouts(f"rings:{prefix}", 2, ports=ports) as [rollout],
-        Trainer(SCHEMA, f"rings://127.0.0.1:{ports[0]}") as trainer,
-    ):
+    with at_an_address(2) as (prefix, rollout, trainer):
         assert consume(take(trainer, 2)) == 2
         for ring in each_observed(OnThisHost(prefix).segments()):
             [listener] = [owner.pid for owner in ring.native.owners() if owner.port]

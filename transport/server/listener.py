@@ -228,7 +228,7 @@ class Connection:
                 # It rests, or its hands are full: it comes again, and hears the end with its WELCOME.
                 native.expect_again()
                 with contextlib.suppress(TransportError):
-                    self._endpoint.send_stream(frames.COME_AGAIN).add_done_callback(_look_at)
+                    self._endpoint.say(frames.COME_AGAIN)
             elif now - native.last_active > settings.listener_idle_eviction_s:
                 self.close()
             return
@@ -260,12 +260,6 @@ class Connection:
         with contextlib.suppress(TransportError):  # the client may have disconnected
             return self._endpoint.wire() == "shm"
         return False
-
-
-def _look_at(sent: asyncio.Future[int]) -> None:
-    """Look at a send's failure: the connection is gone."""
-    if not sent.cancelled():
-        sent.exception()
 
 
 class OwnMemory:

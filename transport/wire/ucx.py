@@ -410,6 +410,10 @@ class Endpoint:
         self.native.send_stream(future, buffer)
         return future
 
+    def say(self, data: Any) -> None:
+        """Send on that stream; a failure shows at the receive that waits for an answer, or as the connection ends."""
+        self.send_stream(data).add_done_callback(_look_at)
+
     def receive_stream(self, buffer: Any) -> asyncio.Future[int]:
         """Fill ``buffer`` from the endpoint's own byte stream."""
         future = self._future("receiving from")
@@ -439,3 +443,8 @@ class Endpoint:
         if names & MAPPED:
             return "shm"
         return "tcp"
+
+
+def _look_at(sent: asyncio.Future[int]) -> None:
+    if not sent.cancelled():
+        sent.exception()

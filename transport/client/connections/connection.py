@@ -268,12 +268,6 @@ class Link:
         self._endpoint.abort()
 
 
-def _look_at(future: asyncio.Future[int]) -> None:
-    """Look at a send's failure, which shows at the receive that waits for its answer."""
-    if not future.cancelled():
-        future.exception()
-
-
 async def _shake_hands(
     endpoint: Endpoint, ring: str, tag_base: int, secret: bytes | None, lease_s: float, limit: Limit
 ) -> frames.Welcome:
@@ -284,7 +278,7 @@ async def _shake_hands(
         lease_ms=min(math.ceil(lease_s * 1000), (1 << 32) - 1),
     )
     said = frames.encode_handshake(hello)
-    endpoint.send_stream(said).add_done_callback(_look_at)
+    endpoint.say(said)
     kind, body = await _receive(endpoint, limit)
     if kind is Kind.CHALLENGE:
         challenge = frames.decode_handshake(frames.Challenge, body)
@@ -293,7 +287,7 @@ async def _shake_hands(
                 f"{endpoint.name} requires a shared secret, this client has none; set the same secret"
             )
         proof = _answered(endpoint.name, challenge, secret, nonce, said[frames.PREFIX_BYTES :])
-        endpoint.send_stream(frames.encode_handshake(proof)).add_done_callback(_look_at)
+        endpoint.say(frames.encode_handshake(proof))
         kind, body = await _receive(endpoint, limit)
     elif secret is not None and kind is Kind.WELCOME and not frames.decode_handshake(frames.Welcome, body).code:
         raise AuthenticationError(f"{endpoint.name} has no shared secret, this client has one; set the same secret")
