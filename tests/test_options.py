@@ -117,7 +117,7 @@ def logged(found: Configuration) -> tuple[int, bool]:
     before = root.level, root.handlers[:]
     root.handlers.clear()
     try:
-        set_up_logging(found)
+        set_up_logging(found.log_level, found.log_format, "test")
         record = logging.LogRecord("x", logging.ERROR, "", 1, "said", None, None)
         text = root.handlers[0].format(record)
         with contextlib.suppress(json.JSONDecodeError):

@@ -28,7 +28,7 @@ import msgspec
 from transport.decoders import convert
 from transport.errors import ConfigurationError
 from transport.folders import expanded, in_working_folder
-from transport.settings import DEFAULTS, OperatorSettings, Settings
+from transport.settings import DEFAULTS, LogFormat, LogLevel, OperatorSettings, Settings
 from transport.wires import Wire
 
 PREFIX: Final = "TRANSPORT_"
@@ -38,8 +38,6 @@ DEFAULT: Final = "default"
 
 _PASSWORD: Final = re.compile(r"(//[^/?#@:]*:).*@")  # up to the last @, since passwords may have one that is not quoted
 
-LogFormat = Literal["text", "json"]
-LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 RunName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._-]{0,80}$", description="up to 80 letters, digits, . _ -")]
 _BYTE: Final = r"(25[0-5]|2[0-4]\d|1?\d?\d)"

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 import operator
+from typing import Literal
 
 import msgspec
 
 from transport.errors import ConfigurationError
+
+LogFormat = Literal["text", "json"]
+LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
 
 # The reference's names, kept because users look for them.
 _PORT_QUARANTINE_SEC = 30.0

@@ -169,6 +169,7 @@ def a_trainer_that_is_yet_to_hear_the_end(said: dict[str, Any]) -> Iterator[Trai
         yield trainer
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.ucx
 @signals
 def test_a_signal_ends_it_in_order_while_a_trainer_is_yet_to_hear_the_end(
@@ -183,6 +184,7 @@ def test_a_signal_ends_it_in_order_while_a_trainer_is_yet_to_hear_the_end(
         assert said["segment"] not in _ring.segments()
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.ucx
 @signals
 def test_with_a_grace_budget_it_waits_for_a_trainer_that_is_yet_to_hear_the_end(

@@ -61,6 +61,7 @@ uvloop.run(main())
 """
 
 
+@pytest.mark.nightly
 def test_a_client_that_stops_in_the_middle_of_a_payload_is_left_and_another_one_reads_it() -> None:
     with (
         SharedRingBuffer.create(slots=1, slot_bytes=SIZE) as ring,

@@ -61,7 +61,7 @@ def role_of(victim: str) -> str:
     return names.get(victim, victim)
 
 
-@pytest.mark.nightly(keep=2)
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("victim", "phase", "outcome"), MATRIX, ids=[f"{role_of(victim)} {phase}" for victim, phase, _ in MATRIX]

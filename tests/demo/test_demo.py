@@ -87,7 +87,7 @@ def test_the_trainers_metrics_are_served_while_it_runs(tmp_path: Path) -> None:
 
 
 # --- what goes wrong ------------------------------------------------------------------------------
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.ucx
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -57,6 +57,7 @@ def trained(lines: list[str]) -> list[int]:
     return [int(word) for line in lines if line.startswith(begin) for word in line.removeprefix(begin).split()]
 
 
+@pytest.mark.nightly
 def test_what_a_killed_trainer_was_learning_from_is_trained_on_by_the_other_one(folder: Path) -> None:
     with start(folder, "rollout") as rollout, start(folder, "trainer") as killed, start(folder, "trainer") as other:
         before = killed_while_it_learns(killed)

@@ -157,7 +157,7 @@ def left(file: Path, life: Life, sync: Sync) -> list[int]:
 
 @pytest.mark.guarantee("their host loses its power, with sync")
 @needs_compiler
-@pytest.mark.nightly(keep=2)
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("seed", range(60))
 def test_what_a_write_to_a_synced_ring_returned_for_is_there_after_a_loss_of_power(seed: int, tmp_path: Path) -> None:
     file, synced = tmp_path / "ring", tmp_path / "synced"

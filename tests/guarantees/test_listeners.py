@@ -101,6 +101,7 @@ def test_a_trainer_that_is_killed_while_an_answer_with_claims_is_on_its_way(held
     held_up.account(held_up.other.ask("train", 4))
 
 
+@pytest.mark.nightly
 @pytest.mark.guarantee("a trainer is killed while it takes or ends a claim")
 @pytest.mark.parametrize("held_up", ["tcp"], indirect=True)
 def test_a_trainer_that_is_killed_before_it_hears_that_its_consume_was_accepted(held_up: Run, way: Detour) -> None:
@@ -184,7 +185,7 @@ def settled(trainer: Told) -> list[int]:
 
 
 @pytest.mark.guarantee("the network between a trainer and a ring is away")
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("heard", [True, False], ids=["accepted", "not accepted"])
 def test_a_network_that_is_away_for_too_long_while_a_trainer_consumes(doomed: Run, way: Detour, heard: bool) -> None:
     doomed.publish(4)

@@ -37,7 +37,7 @@ def killed(folder: Path, wires: str, *, seed: int, kills: int, of_all: int, plan
         run.end()
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.guarantee("a rank of a mesh (`Trainer.steps`) is killed")
 @pytest.mark.guarantee("all ranks of a mesh are killed")
 @pytest.mark.guarantee("the data of a mesh ends")
@@ -172,7 +172,7 @@ def restored(folder: Path, rollout: Rollout) -> None:
     eventually(done)
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.guarantee("a job of a mesh goes back to a snapshot")
 @pytest.mark.parametrize("wire", ["mapped", "tcp"])
 def test_a_job_that_goes_back_to_a_snapshot_with_its_store_learns_every_group_once(tmp_path: Path, wire: str) -> None:

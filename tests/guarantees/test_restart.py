@@ -42,6 +42,7 @@ def test_a_job_killed_whole_is_restored_with_other_rings_and_trains_on_each_once
     assert [(row["lost"], row["twice"], row["problem"]) for row in rows] == [(0, 0, "")] * count
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.guarantee("every process of a job is killed, its rings in files")
 @pytest.mark.guarantee("their host starts again")
 @pytest.mark.timeout(600)

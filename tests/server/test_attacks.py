@@ -150,6 +150,7 @@ async def test_readers_lose_nothing_while_a_port_is_attacked_and_afterwards_it_s
             assert bytes((await client.read(ticket)).data) == noise(100).tobytes()
 
 
+@pytest.mark.nightly
 def test_a_listener_that_has_grown_too_large_begins_anew_on_its_port() -> None:
     """The last resort, for whatever UCX keeps that cannot be seen: here its own size is already too large."""
     small = msgspec.structs.replace(QUICK, listener_memory_bytes=1 << 20)

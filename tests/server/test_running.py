@@ -24,8 +24,8 @@ from transport.runtime.signals import until_stopped
 from transport.runtime.waits import Flag
 from transport.server import running
 from transport.server.ending import is_ending, is_listener
-from transport.server.process import ListenerConfig, StartReport
 from transport.server.running import OneThread, Processes
+from transport.server.starting import ListenerConfig, StartReport
 from transport.settings import Settings
 
 # As a listener looks, with so much memory that its end takes a while.

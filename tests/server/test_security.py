@@ -21,7 +21,7 @@ from transport import SharedRingBuffer, UCXXClient, UCXXServer
 from transport.client.connections.connection import Link
 from transport.errors import AuthenticationError, ProtocolError, WrongRingError
 from transport.server.ending import is_listener, send
-from transport.server.process import ListenerConfig
+from transport.server.starting import ListenerConfig
 from transport.server.supervisor import SupervisorConfig
 from transport.settings import DEFAULTS, Settings
 from transport.wire import frames
@@ -214,6 +214,7 @@ def test_a_listener_is_known_by_its_command() -> None:
 PLANTED = "import pathlib; pathlib.Path(__file__).with_name('it-ran').touch(); raise SystemExit(1)"
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("planted", ["uvloop.py", "transport/__init__.py", "msgspec/__init__.py"])
 @pytest.mark.ucx
 def test_no_child_runs_what_lies_in_the_current_directory(

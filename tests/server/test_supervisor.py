@@ -21,7 +21,7 @@ from supervised import LOCAL, QUICK, bound, read_all, write
 
 from transport import SharedRingBuffer, UCXXClient, UCXXServer
 from transport.errors import BusyPortError
-from transport.server.process import ListenerConfig, StartReport
+from transport.server.starting import ListenerConfig, StartReport
 from transport.server.supervisor import ServedPort, Supervisor, SupervisorConfig
 from transport.settings import Settings
 

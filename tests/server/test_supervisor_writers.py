@@ -21,7 +21,7 @@ from transport import SharedRingBuffer, Ticket, UCXXClient, UCXXServer
 from transport.errors import BusyPortError, RingNotFoundError
 from transport.server import process
 from transport.server.lifetime import Lifetime
-from transport.server.process import ListenerConfig
+from transport.server.starting import ListenerConfig
 from transport.server.supervisor import Supervisor, SupervisorConfig
 from transport.server.users import supervisor_of, users_of
 from transport.settings import Settings

@@ -259,7 +259,7 @@ def test_no_byte_of_a_payload_moves_and_bytes_do_not_limit_a_take(prefix: str) -
         assert ring.statistics().bytes_by_wire == dict.fromkeys(ring.statistics().bytes_by_wire, 0)
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 def test_ten_thousand_claims_are_held_and_consumed(prefix: str, wire: str) -> None:
     count = 10_000
     with ring_of(prefix, slots=count, slot_bytes=64) as ring, holding_of(prefix, wire) as holding:
@@ -294,7 +294,7 @@ def test_a_ring_whose_slots_wait_for_groups_says_so(prefix: str, wire: str) -> N
         assert by_ring(holding) == {} and rings.crowded(0.0) == []
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @at_each_line
 def test_a_close_that_is_interrupted_at_any_line_is_finished_by_the_next_one(
     ring: SharedRingBuffer, prefix: str, wire: str, first: int

@@ -99,7 +99,7 @@ def test_a_close_that_is_interrupted_at_any_line_is_finished_by_the_next_one(
         assert ring.native.depth(0)["done"] == closed
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @at_each_line
 def test_a_take_that_is_interrupted_at_any_line_gives_every_payload_to_a_later_one(
     ring: SharedRingBuffer, prefix: str, first: int

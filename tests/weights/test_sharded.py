@@ -168,6 +168,7 @@ async def test_versions_land_in_the_engines_own_tensors() -> None:
             made.serves(version, version, version)
 
 
+@pytest.mark.nightly
 @asynchronous
 async def test_versions_of_several_parts_land_in_the_segments_of_the_version_before_the_last() -> None:
     async with job(2, ["ab", "cd"]) as made:

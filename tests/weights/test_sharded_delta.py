@@ -160,7 +160,7 @@ def sent_by(made: Job) -> int:
     return sum(trainer.engine.statistics().bytes_sent for trainer in made.trainers)
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.ucx
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize(("trainers", "engines"), [(1, ["a"]), (4, ["ab", "ab"]), (3, ["aabb", "ccdd"])])

@@ -118,7 +118,7 @@ MATRIX = [
 ]
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.parametrize(("who", "place", "after", "versions"), MATRIX)
 @asynchronous
 async def test_whoever_is_killed_wherever_an_engine_serves_one_version_or_none(

@@ -84,6 +84,7 @@ async def test_a_member_killed_at_any_step_costs_only_itself(step: UpdateStep, n
             assert group.manager.admitted == {each.name: 3 for each in alive}
 
 
+@pytest.mark.nightly
 @asynchronous
 async def test_a_replica_killed_while_it_goes_back_to_the_version_before_costs_only_itself() -> None:
     async with group_of(2, "in_place") as group:

@@ -18,7 +18,7 @@ from transport import BlockingClient, SharedRingBuffer, Ticket, UCXXServer, _rin
 from transport.client.connections import connection
 from transport.errors import AuthenticationError, LayoutError, LinkError, VersionMismatchError
 from transport.observe import overview
-from transport.server.process import ListenerConfig, StartReport
+from transport.server.starting import ListenerConfig, StartReport
 from transport.settings import DEFAULTS
 from transport.wire import frames
 from transport.wire.frames import Challenge, Hello, Proof, Welcome

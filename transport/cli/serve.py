@@ -98,7 +98,7 @@ def serve(
     if schema is None and slot_bytes is None:
         raise UsageError("give --schema FILE, or --slot-bytes SIZE for payloads that describe themselves")
     configuration = load().configuration
-    set_up_logging(configuration, "serve")
+    set_up_logging(configuration.log_level, configuration.log_format, "serve")
     wanted = parse_numbers("--ports", ports, 0, 65535)
     layout = None if schema is None else Schema.from_json(schema.read_bytes())
     largest = None if slot_bytes is None else parse_size(slot_bytes)

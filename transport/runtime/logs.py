@@ -18,7 +18,7 @@ from transport.runtime.error_text import encodable, error_text
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from transport.config import Configuration, LogFormat
+    from transport.settings import LogFormat, LogLevel
 
 FIELDS: Final = ("ticket", "ring", "port", "attempt", "rank", "wire")
 """Fields of a line: ring/slot/generation, ring id, host:port, number of the attempt, reader rank, wire."""
@@ -53,16 +53,12 @@ class JsonLines(logging.Formatter):
         return msgspec.json.encode(line).decode()
 
 
-def handler(form: LogFormat, who: str = "") -> logging.Handler:
-    """Return a handler to standard error. ``who``: the name of the process in the lines."""
+def set_up_logging(level: LogLevel, form: LogFormat, who: str) -> None:
+    """Log to standard error. ``who`` names the process in the lines."""
     to_stderr = logging.StreamHandler()
-    name = f"{who} " if who else ""
-    to_stderr.setFormatter(
-        JsonLines(who)
-        if form == "json"
-        else logging.Formatter(f"%(asctime)s {name}%(process)d %(levelname)s %(message)s")
-    )
-    return to_stderr
+    text = logging.Formatter(f"%(asctime)s {who} %(process)d %(levelname)s %(message)s")
+    to_stderr.setFormatter(JsonLines(who) if form == "json" else text)
+    logging.basicConfig(level=level, handlers=[to_stderr])
 
 
 class LogLimit:
@@ -145,8 +141,3 @@ class Overdue:
             return False
         self._look_at = now + LOOK_S
         return True
-
-
-def set_up_logging(configuration: Configuration, who: str = "") -> None:
-    """Log to standard error as configured. ``who`` names the process in lines of text."""
-    logging.basicConfig(level=configuration.log_level, handlers=[handler(configuration.log_format, who)])

@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 LISTENER: Final = b"transport.server.process"
 SUPERVISOR: Final = b"transport.server.supervisor"
 
+DRAIN_S: Final = 2.0  # a listener's longest wait for acknowledgements after SIGTERM
 LOOK_S: Final = 0.02  # between two looks whether processes have ended
 _PF_EXITING: Final = 4  # of the flags in /proc/PID/stat
 

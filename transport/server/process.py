@@ -1,13 +1,12 @@
 """A listener as a process of its own: ``python -m transport.server.process``, started by the supervisor.
 
-It reads its configuration as JSON from standard input, because a command line must not contain the secret. It writes
-one report, a line of JSON on standard output: its port, or why it could not start. SIGTERM drains within `DRAIN_S`.
+It is told its configuration, and reports its port, or why it could not start (starting.py). SIGTERM drains within
+`DRAIN_S`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import resource
@@ -19,78 +18,23 @@ from typing import NoReturn
 import msgspec
 import uvloop
 
-from transport.config import LogFormat, LogLevel
 from transport.decoders import json_decoder
 from transport.errors import TransportError, UsageError
 from transport.ring.attachment import Attachment, attached
 from transport.runtime import stacks
-from transport.runtime.error_text import reportable
-from transport.runtime.hiding import hiding
-from transport.runtime.logs import LoggedErrors, handler
+from transport.runtime.logs import LoggedErrors, set_up_logging
+from transport.server.ending import DRAIN_S
 from transport.server.lifetime import Lifetime, ServingPhase
 from transport.server.listener import Listener
+from transport.server.starting import ListenerConfig, StartReport, answer, keep_stdout_for_the_answer
 from transport.settings import Settings
-from transport.wires import Wire
 
 log = logging.getLogger(__name__)
 
 RESTART = 3  # exit status
 
-_answers = 1  # descriptor
 _left_open: list[Listener] = []  # keeps UCX's objects until the process ends
-DRAIN_S = 2.0  # longest wait for acknowledgements after SIGTERM
 EXIT_S = DRAIN_S + 3.0  # a listener that hangs ends then, with the stacks of all its threads
-
-
-@hiding("secret")
-class ListenerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Configuration of a listener process."""
-
-    segment: str
-    port: int
-    settings: Settings
-    secret: bytes | None = None
-    wires: frozenset[Wire] | None = None
-    bind: str = ""
-    log_level: LogLevel = "WARNING"
-    log_format: LogFormat = "text"
-
-    def checked(self) -> ListenerConfig:
-        """Return the configuration as a listener process reads it. UsageError: it would refuse a field."""
-        try:
-            return json_decoder(ListenerConfig)(msgspec.json.encode(self))
-        except (TypeError, msgspec.ValidationError) as error:
-            raise UsageError(f"a listener cannot be configured so: {error}") from None
-
-
-class StartReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The one report of a process that was started, listener or supervisor: its ports, or the first error."""
-
-    ports: tuple[int, ...] = ()
-    error: str = ""
-    message: str = ""
-
-    @classmethod
-    def of(cls, error: TransportError) -> StartReport:
-        """Return the report of a start that failed."""
-        return cls(error=type(error).__name__, message=reportable(str(error)))
-
-
-def answer(report: StartReport) -> None:
-    """Write one JSON line to the process that started this one. Only the first call writes."""
-    global _answers
-    descriptor, _answers = _answers, -1
-    if descriptor < 0:
-        return
-    with contextlib.suppress(BrokenPipeError), os.fdopen(descriptor, "wb") as pipe:
-        pipe.write(msgspec.json.encode(report) + b"\n")
-
-
-def keep_stdout_for_the_answer() -> None:
-    """Redirect standard output to standard error, because UCX logs to it; only `answer` writes to the original."""
-    global _answers
-    _answers = os.dup(1)
-    os.dup2(2, 1)
 
 
 async def _stop_when_orphaned(ring: Attachment, lifetime: Lifetime, settings: Settings, stop: asyncio.Event) -> None:
@@ -174,7 +118,7 @@ def main() -> NoReturn:
         message = f"listener and supervisor are of different builds ({error}); restart the server"
         answer(StartReport.of(UsageError(message)))
         sys.exit(1)
-    logging.basicConfig(level=config.log_level, handlers=[handler(config.log_format, "listener")])
+    set_up_logging(config.log_level, config.log_format, "listener")
     status = uvloop.run(_serve(config))
     logging.shutdown()
     os._exit(status)  # the kernel frees UCX's resources: see Listener.stop

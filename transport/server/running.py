@@ -25,9 +25,9 @@ from transport.runtime.blocking_calls import started
 from transport.runtime.forks import unforked
 from transport.runtime.loop_thread import LoopThread
 from transport.runtime.waits import Flag
-from transport.server.ending import LOOK_S, SUPERVISOR, Ending, listeners_of
+from transport.server.ending import DRAIN_S, LOOK_S, SUPERVISOR, Ending, listeners_of
 from transport.server.listener import Listener
-from transport.server.process import DRAIN_S, ListenerConfig, StartReport
+from transport.server.starting import ListenerConfig, StartReport
 from transport.server.supervisor import STOP_S, SupervisorConfig
 
 log = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from typing import Annotated, Literal, NoReturn, Self
 import msgspec
 
 from transport import _ring
-from transport.config import Address, LogFormat, LogLevel
+from transport.config import Address
 from transport.decoders import convert
 from transport.errors import BusyPortError, ConfigurationError, RingError, UsageError
 from transport.ring.attachment import attached, file_of
@@ -29,9 +29,9 @@ from transport.ring.buffer import MAX_READERS, SharedRingBuffer
 from transport.runtime import hurry, stacks
 from transport.runtime.amounts import count
 from transport.runtime.arguments import several
-from transport.server.process import ListenerConfig
 from transport.server.running import OneThread, Processes
-from transport.settings import DEFAULTS, Settings
+from transport.server.starting import ListenerConfig
+from transport.settings import DEFAULTS, LogFormat, LogLevel, Settings
 from transport.wire.addresses import advertised, is_ipv6, is_loopback, listened_on
 from transport.wire.authentication import checked_secret
 from transport.wire.library import library

@@ -29,16 +29,10 @@ from transport.decoders import json_decoder
 from transport.errors import BusyPortError, RingBusyError, RingNotFoundError, TransportError
 from transport.ring.attachment import Attachment, attached
 from transport.runtime import stacks
-from transport.runtime.logs import handler
-from transport.server.ending import LOOK_S, Ending, is_listener, listeners_of, send
+from transport.runtime.logs import set_up_logging
+from transport.server.ending import DRAIN_S, LOOK_S, Ending, is_listener, listeners_of, send
 from transport.server.lifetime import Lifetime, ServingPhase, Watchdog
-from transport.server.process import (
-    DRAIN_S,
-    ListenerConfig,
-    StartReport,
-    answer,
-    keep_stdout_for_the_answer,
-)
+from transport.server.starting import ListenerConfig, StartReport, answer, keep_stdout_for_the_answer
 from transport.server.users import supervisor_of
 
 log = logging.getLogger(__name__)
@@ -401,7 +395,7 @@ def main() -> int:
     keep_stdout_for_the_answer()
     stacks.enable()
     config = json_decoder(SupervisorConfig)(sys.stdin.buffer.read())
-    logging.basicConfig(level=config.listener.log_level, handlers=[handler(config.listener.log_format, "supervisor")])
+    set_up_logging(config.listener.log_level, config.listener.log_format, "supervisor")
     try:
         return uvloop.run(_supervise(config))
     except TransportError as error:
