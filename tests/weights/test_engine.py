@@ -364,7 +364,7 @@ async def test_a_child_that_reads_one_bucket_after_the_other_is_not_dropped_befo
         sender.begin(feed, ["child"])
         sender.provide([64] * 3)
         for index in range(3):
-            await sender.publish(await sender.reserve(64, ("child",)), ("child",), Slices(0, 0, index))
+            await sender.send(64, ("child",), Slices(0, 0, index), _ring.checksum)
         assert sender._ring is not None
         for ticket, _ in list(sender._unread.values())[:2]:
             for _ in range(2):  # waits of 0.9 s in all, in which this bucket is not read
@@ -423,28 +423,25 @@ async def test_a_source_that_fails_with_any_text_ends_the_transfer_of_all(error:
 
 
 @asynchronous
-async def test_a_bucket_whose_publishing_was_cancelled_does_not_keep_its_slot() -> None:
+async def test_a_bucket_that_is_cancelled_while_it_is_filled_does_not_keep_its_slot() -> None:
     sender = BucketSender(1, address="127.0.0.1")
     feed = Feed(sender.lost)
     sender.begin(feed, ["child"])
     sender.provide([BUCKET])
+    begun, go_on = threading.Event(), threading.Event()
+
+    def fill(memory: memoryview) -> int:
+        begun.set()
+        go_on.wait()
+        return _ring.checksum(memory)
+
     try:
-        lease = await sender.reserve(64, ("child",))
-        publish, begun, go_on = lease.publish, threading.Event(), threading.Event()
-
-        def slow() -> Any:
-            begun.set()
-            go_on.wait()
-            return publish()
-
-        lease.publish = slow  # type: ignore[method-assign]
-        task = asyncio.ensure_future(sender.publish(lease, ("child",), Slices(0, 0, 0)))
+        task = asyncio.ensure_future(sender.send(64, ("child",), Slices(0, 0, 0), fill))
         await asyncio.to_thread(begun.wait)
         task.cancel()
         go_on.set()
         with pytest.raises(asyncio.CancelledError):
             await task
-        sender.abandon()
         (await sender.reserve(64, ("child",))).abort()
     finally:
         await asyncio.to_thread(sender.close)
@@ -506,7 +503,7 @@ async def test_a_listener_leaves_a_bucket_to_its_reader_for_the_whole_of_an_atte
     try:
         sender.begin(feed, ["child"])
         sender.provide([BUCKET])
-        await sender.publish(await sender.reserve(BUCKET, ("child",)), ("child",), Slices(0, 0, 0))
+        await sender.send(BUCKET, ("child",), Slices(0, 0, 0), _ring.checksum)
         [(ticket, _)] = sender._unread.values()
         ring, running = sender._ring, sender._server._run  # type: ignore[union-attr]
         assert ring is not None

@@ -140,7 +140,7 @@ class BucketSender:
 
     def lost(self, name: str) -> None:
         """Acknowledge the unread buckets of a child that has left the feed, in its place."""
-        for ticket, names in list(self._unread.values()):  # a thread may publish meanwhile
+        for ticket, names in self._unread.values():
             self._acknowledge(ticket, names)
 
     def _acknowledge(self, ticket: Ticket, names: tuple[str, ...]) -> None:
@@ -215,13 +215,13 @@ class BucketSender:
         size: int,
         names: tuple[str, ...],
         frame: Slices,
-        fill: Callable[[memoryview], int | None],
+        fill: Callable[[memoryview], int],
         lease: WriteLease | None = None,
     ) -> None:
         """Send a bucket to those of these children that are left; none, if all are lost. ``frame`` gets its ticket.
 
         size: of the bucket. 0: the message says all, and there is no ticket.
-        fill: writes the bytes, in a thread; returns their checksum, None: it is computed when they are published.
+        fill: writes the bytes, in a thread; returns their checksum.
         lease: the slot that was reserved for it; default: the next one that is free.
         """
         assert self._feed is not None  # set by `begin`, as the children are
@@ -236,29 +236,18 @@ class BucketSender:
         try:
             lease.checksum = await in_thread(fill, lease.memory)
             self.bytes_copied += size
-            await self.publish(lease, names, frame)
+            left = [name for name in names if name not in self._gone]
+            if self._pace is not None:
+                await asyncio.sleep(self._pace.take(size * len(left), time.monotonic()))
+            ticket = lease.publish()
         except BaseException:
             lease.abort()
             raise
-
-    async def publish(self, lease: WriteLease, names: tuple[str, ...], frame: Slices) -> None:
-        """Publish a bucket to those that it was reserved for."""
-        left = [name for name in names if name not in self._gone]
-        size = lease.layout.total * len(left)
-        if self._pace is not None:
-            await asyncio.sleep(self._pace.take(size, time.monotonic()))
-        ticket = await in_thread(self._published, lease, names)
-        self._acknowledge(ticket, names)
-        self.bytes_sent += size
-        assert self._feed is not None
-        await self._feed.tell(msgspec.structs.replace(frame, ticket=ticket.encode()), left)
-
-    def _published(self, lease: WriteLease, names: tuple[str, ...]) -> Ticket:
-        """Publish in a thread; known here as soon as it is done, even if the caller is cancelled meanwhile."""
-        ticket = lease.publish()  # computes the checksum, if it is not set
         self._unread.pop(ticket.slot, None)  # so that the order is that of publishing
         self._unread[ticket.slot] = ticket, names
-        return ticket
+        self._acknowledge(ticket, names)
+        self.bytes_sent += size * len(left)
+        await self._feed.tell(msgspec.structs.replace(frame, ticket=ticket.encode()), left)
 
     async def drained(self) -> None:
         """Wait until every remaining child has read every bucket. A child that is dropped may still pin some."""

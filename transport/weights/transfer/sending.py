@@ -7,7 +7,6 @@ the others while it holds fewer slots than there are. A receiver that is lost ta
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -25,7 +24,7 @@ from transport.weights.sharding.buckets import Chunk, buckets_of, size_of, view
 from transport.weights.sharding.layouts import Layout
 from transport.weights.sharding.roles import Outgoing
 from transport.weights.transfer.bucket_sender import BucketSender
-from transport.weights.transfer.changes import ShardBase, StreamBase
+from transport.weights.transfer.changes import Changed, ShardBase, StreamBase
 from transport.weights.transfer.feed import Feed
 from transport.weights.transfer.messages import Slices, Start
 from transport.weights.transfer.threads import in_thread
@@ -202,15 +201,24 @@ class ShardSending:
         if len(self._gathered) < size:
             self._gathered, self._encoded = np.empty(size, np.uint8), np.empty(size + 64, np.uint8)
         new, out = self._gathered[:size], self._encoded
-        assert stream.base is not None
-        checksum = await in_thread(gather, new.data, bucket, self._boxes(bucket))
-        changed = await in_thread(stream.base.changed, index, bucket, new, out)
+        base, boxes = stream.base, self._boxes(bucket)
+        assert base is not None
+
+        def gathered() -> tuple[int, Changed | None]:
+            return gather(new.data, bucket, boxes), base.changed(index, bucket, new, out)
+
+        checksum, changed = await in_thread(gathered)
         frame = Slices(stream.part, stream.sender, index)
         data = new
         if changed is not None:
             data = changed.values
             frame = msgspec.structs.replace(frame, records=changed.records, checksum=checksum)
-        await self._sender.send(len(data), stream.children, frame, partial(copied, data))
+
+        def fill(memory: memoryview) -> int:
+            copied(data, memory)
+            return checksum if changed is None else _ring.checksum(memory)
+
+        await self._sender.send(len(data), stream.children, frame, fill)
         return len(data)
 
     def _boxes(self, bucket: Sequence[Chunk]) -> list[Tensor]:
