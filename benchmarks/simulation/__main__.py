@@ -34,14 +34,31 @@ from members import drawn as drawn_members
 from plans import Plan, Result, drawn
 from world import World
 
+from transport.errors import TransportError
+
+
+class Unexpected(logging.Handler):
+    """Errors that the product logs and goes on after, such as a name that nothing here has: as tracebacks."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.found: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, Exception) and not isinstance(error, TransportError | OSError):
+            self.found.append("".join(traceback.format_exception(error)))
+
 
 def one(seed: int, plan: Plan | MembersPlan) -> Result | str:
     """The result of a seed, or what it violated."""
-    logging.disable(logging.CRITICAL)
+    unexpected = Unexpected()
+    logging.basicConfig(level=logging.ERROR, handlers=[unexpected], force=True)
     try:
-        return (Members(seed, plan) if isinstance(plan, MembersPlan) else World(seed, plan)).run()
+        found = (Members(seed, plan) if isinstance(plan, MembersPlan) else World(seed, plan)).run()
+        return f"seed {seed}: {unexpected.found[0]}" if unexpected.found else found
     except Violation as error:
-        return f"seed {seed}: {error}"
+        return "\n".join([f"seed {seed}: {error}", *unexpected.found[:1]])
     except Exception as error:
         return f"seed {seed}: {type(error).__name__}: {error}\n{traceback.format_exc()}"
     finally:

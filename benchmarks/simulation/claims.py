@@ -180,6 +180,10 @@ class SimNative:
     def next_number(self) -> int:
         return int(self._link.next_number)
 
+    @property
+    def under_way(self) -> int:
+        return int(self._link.under_way)
+
     def take(self, token: Any, buffer: Any, *, most: int, wait_ms: int, **_: Any) -> int:
         """The answer is written as the wire has it."""
 

@@ -207,7 +207,7 @@ class SimLink:
         self.host, self.port, self.worker = host, port, worker
         self.ring, self.ports = host.ring, host.ports
         self.wire, self.inline_limit = "tcp", 1 << 16
-        self.given_up = self.peer_died = False
+        self.given_up = self.peer_died = self.ended = False
         self.usable = True
         self.no_more_rdma = ""
         self.memory_refused, self.port_is_down = False, ""
@@ -222,6 +222,11 @@ class SimLink:
         host.links.add(self)
         host.most_links = max(host.most_links, len(host.links))
         self.world.check_links(host)
+
+    @property
+    def under_way(self) -> int:
+        """How many messages have no answer yet."""
+        return len(self._due)
 
     @classmethod
     async def open(

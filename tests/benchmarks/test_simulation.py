@@ -53,6 +53,10 @@ def simulation(*options: str) -> str:
     return done.stdout
 
 
+def test_what_is_modelled_has_all_that_the_product_asks_of_it() -> None:
+    assert " 0 failed" in simulation("--rings", "--seed", "28")
+
+
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["--no-rings", "--rings", "--members"])
