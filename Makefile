@@ -333,7 +333,8 @@ cluster: $(VENV)/installed ## a job on 8 hosts that are namespaces, cut off, rem
 
 .PHONY: misuse
 misuse: $(VENV)/installed ## public calls cancelled at each await
-	@MISUSE_LINES=1000000 $(BIN)/python -m pytest -q -rP tests/misuse --timeout 1200
+	@for tier in "" --nightly; do \
+	  MISUSE_LINES=1000000 $(BIN)/python -m pytest -q -rP $$tier tests/misuse --timeout 1200 || exit 1; done
 
 .PHONY: ipv6
 ipv6: $(VENV)/installed | redis ## tests of client and server on a host that has IPv6 alone; as root, with iproute2

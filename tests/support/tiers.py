@@ -5,7 +5,8 @@ many examples (properties.py).
 
 `@pytest.mark.nightly` leaves out a test, `@pytest.mark.nightly(keep=8)` all but eight of its cases, which are evenly
 spread over the list of them, from one that depends on the test's name, and the same each time. A test that is asked
-for by its name (FILE::TEST), or that failed before (--last-failed), runs whatever its marker is.
+for by its name (FILE::TEST), that failed before (--last-failed), or that needs a framework (--frameworks, which the
+night lacks) runs whatever its marker is.
 
 To `make verbs`: tests marked `verbs`, which need software RoCE and a second host. There `--verbs` runs them and, over
 the wires that TEST_WIRES names, the tests of `ROOMS` whose clients use these wires, without the cases of other ones.
@@ -40,7 +41,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _leave_out(config, items, {item for item in items if not _is_over_verbs(item)})
     elif not by_name:
         _leave_out(config, items, {item for item in items if _is_elsewhere(item)})
-    if config.getoption("lf", False) or (by_name and not nightly):
+    if config.getoption("lf", False) or config.getoption("--frameworks") or (by_name and not nightly):
         return
     share, shares = map(int, config.getoption("--share").split("/"))
     left_out: set[pytest.Item] = set()
