@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -136,6 +139,42 @@ def test_a_ring_that_came_and_went_between_two_looks_is_missing_nowhere(director
         directory.publish(each, 1000 * LONG_S)
     with FoundRings(InDirectory(directory)) as rings:
         assert rings.not_counted().keys() == {elsewhere.ring}
+
+
+def test_a_ring_that_goes_while_threads_look_is_left_by_one_at_a_time(
+    directory: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with FoundRings(InDirectory(directory)) as rings, SharedRingBuffer.create(SCHEMA, slots=1) as ring:
+        goes, leave = threading.Barrier(2, ring.close), threading.Barrier(2)
+        lost, close = FoundRings._lost, SharedRingBuffer.close
+
+        def looks(found: FoundRings) -> set[str]:
+            goes.wait()
+            return lost(found)
+
+        def closes(each: SharedRingBuffer) -> None:
+            if each is not ring:
+                with contextlib.suppress(threading.BrokenBarrierError):  # no other thread leaves it meanwhile
+                    leave.wait(0.2)
+            close(each)
+
+        here = Serving(
+            ring=ring.ring_id,
+            host=host_identity(),
+            addresses=(LOOPBACK,),
+            ports=(1,),
+            memory=memory_identity(),
+            segment=ring.name,
+        )
+        elsewhere = msgspec.structs.replace(here, ring="2" * 32, host="another", memory="")
+        for each in (here, elsewhere):
+            directory.publish(each, 1000 * LONG_S)
+        assert rings.segments_here() == [ring.name]
+        monkeypatch.setattr(FoundRings, "_lost", looks)
+        monkeypatch.setattr(SharedRingBuffer, "close", closes)
+        with ThreadPoolExecutor() as pool:
+            for look in [pool.submit(rings.not_counted) for _ in range(2)]:
+                assert look.result().keys() == {elsewhere.ring}
 
 
 def test_a_rollout_whose_listeners_admit_no_other_trainer_is_not_taken_for_a_killed_one(directory: Directory) -> None:

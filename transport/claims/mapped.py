@@ -37,6 +37,7 @@ class RingsOfHost:
     """Attachments to the segments of some places, and claims from them. Any thread.
 
     Args:
+        places: looked at under one lock: they keep what they have seen.
         lease_s: after how much silence of this process its claims end; None: they last as long as it lives.
         max_deliveries: claims in vain after which a delivery is dead.
 
@@ -243,6 +244,11 @@ class RingsOfHost:
                 return ours
             return [*ours, *self._others().values()]
 
+    def segments(self) -> list[str]:
+        """Return the names of the segments of these places."""
+        with self._lock:
+            return self._places.segments()
+
     def _names(self) -> set[str]:
         """Return the names of the segments that this process is attached to."""
         return {ring.name for ring in self._rings.values() if ring.native.still_named}
@@ -266,7 +272,8 @@ class RingsOfHost:
         """Return where rings are served that are not on this host, by their ids."""
         with self._lock:
             seen = {ring.ring_id for ring in self.seen()}
-            return {ring: place for ring, place in self._places.served(seen).items() if ring not in seen}
+            places, known = self._places.served(seen), seen | self._places.gone()
+            return {ring: place for ring, place in places.items() if ring not in known}
 
     # --- claiming -------------------------------------------------------------------------------------
     def _events(self, rings: Sequence[Ranked]) -> list[Seen]:

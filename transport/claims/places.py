@@ -372,10 +372,11 @@ class InDirectory(Discovery):
     def gone(self) -> set[str]:
         """Return the published rings whose segments are not in this memory, where they would be."""
         self.segments()
+        known = self._known  # before the names: a segment is there before its record
         memory, others = memory_identity(), set(_ring.segments()).difference(self._segments.values())
         return {
             ring
-            for ring, each in self._known.items()
+            for ring, each in known.items()
             if each.memory == memory and ring not in self._segments and each.segment not in others
         }
 

@@ -508,7 +508,7 @@ class FoundRings:
     def say_ended(self) -> None:
         """Tell of rings here that said their end before: their ends count, be they of this job or of a former one."""
         told = []
-        for ring in each_observed(self.places.segments()):
+        for ring in each_observed(self._here.segments()):
             with contextlib.suppress(ClosedError):  # closed meanwhile
                 if ring.native.ended and ring.native.unread:
                     pids = sorted(set().union(*starts_of([ring]).values()))
@@ -568,10 +568,8 @@ class FoundRings:
         self._check_open()
         elsewhere, directory = self._here.elsewhere(), self.places.directory
         lost = sorted(self._lost() & elsewhere.keys())
-        gone = (
-            {*directory.absent(lost)} if directory is not None and lost else set()
-        )  # a living rollout's are in question
-        return {ring: place for ring, place in elsewhere.items() if ring not in gone | self.places.gone()}
+        gone = directory.absent(lost) if directory is not None and lost else []  # a living rollout's are in question
+        return {ring: place for ring, place in elsewhere.items() if ring not in gone}
 
     # --- notices --------------------------------------------------------------------------------------
     def announce(self, topic: str, version: int, payload: bytes = b"") -> bool:
