@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 # Each round has types that nothing has decoded yet. A thread that meets one half examined crashes the process.
 FIRST_USE = """
 import sys, threading
@@ -41,3 +43,46 @@ for at in range(100):
 def test_threads_that_decode_a_type_first_do_not_crash() -> None:
     child = subprocess.run([sys.executable, "-c", FIRST_USE], timeout=60, check=False)
     assert child.returncode == 0
+
+
+# A type whose examination runs Python code: as where a child is forked, or something is freed, in the middle of one.
+IN_THE_MIDDLE = """
+import os, signal, sys, threading
+import msgspec
+from transport.decoders import json_decoder
+
+signal.alarm(40)
+
+class Other(msgspec.Struct):
+    x: int
+
+def fork():
+    examining.wait()
+    if (child := os.fork()) == 0:
+        signal.alarm(20)
+        json_decoder(Other)
+        os._exit(0)
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+def middle():
+    if sys.argv[1] == "forked":
+        examining.set()
+        forking.wait()
+    else:
+        json_decoder(Other)
+    return int
+
+examining, forking = threading.Event(), threading.Event()
+os.register_at_fork(before=forking.set)
+kind = msgspec.defstruct("Examined", [("x", "middle()")], namespace={"__module__": __name__})
+if sys.argv[1] == "forked":
+    threading.Thread(target=json_decoder, args=[kind]).start()
+    fork()
+json_decoder(kind)
+"""
+
+
+@pytest.mark.parametrize("how", ["forked", "freed"])
+def test_who_decodes_first_in_the_middle_of_an_examination_does_not_hang(how: str) -> None:
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", IN_THE_MIDDLE, how], timeout=60, check=False)
+    assert done.returncode == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from functools import cache
@@ -11,7 +12,9 @@ import msgspec
 
 T = TypeVar("T")
 
-_examining = threading.Lock()
+_examining = threading.RLock()  # what is freed in the middle of it may decode for its end
+# A child that is forked in the middle of it would wait for ever.
+os.register_at_fork(before=_examining.acquire, after_in_parent=_examining.release, after_in_child=_examining.release)
 
 
 def json_decoder(kind: type[T]) -> Callable[[Any], T]:
