@@ -223,4 +223,4 @@ class Connection:
     def close(self) -> None:
         """UCX is out of the slots' memory before their pins go."""
     def expect_again(self) -> None:
-        """Expect the client, who is to close, among the ring's takers for the seconds in which it comes again."""
+        """Expect the client behind `close` among the ring's takers, for the seconds in which it comes again."""

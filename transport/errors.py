@@ -213,7 +213,7 @@ class ChecksumError(LinkError):
 
 
 class GivenUpError(TransportError):
-    """This side closed a healthy connection because another one failed. It says nothing about the port."""
+    """This side closed a connection since another one had failed, or its listener asked for it. The port is healthy."""
 
     retryable = True
 

@@ -377,12 +377,10 @@ void Connection::close() {
   answering_.reset();
   while (first_ != nullptr) service_->end(*first_);
   const Ring::InUse use(service_->ring_);
-  service_->ring_.close_taker(taker_);
-}
-
-void Connection::expect_again() {
-  const Ring::InUse use(service_->ring_);
-  service_->ring_.lose_taker(std::exchange(taker_, -1));
+  if (again_)
+    service_->ring_.lose_taker(taker_);
+  else
+    service_->ring_.close_taker(taker_);
 }
 
 }  // namespace transport::ucp

@@ -143,8 +143,7 @@ async def test_a_connection_that_takes_no_bytes_is_closed(ring: SharedRingBuffer
         await peer.ask(read(ticket))
         await other.settled()
         stage.listener.sweep(peer.native.last_active + stage.listener.settings.ack_timeout_s + 1)
-        assert peer.closed
-        await peer.task
+        await peer.parts()
         assert (states(ring), pins(ring, ticket)) == (READY, 0)
         assert list(stage.listener._connections) == [other.connection]
 
@@ -158,9 +157,18 @@ async def test_an_idle_connection_is_closed_and_a_busy_one_is_not(ring: SharedRi
         stage.listener.sweep(idle.native.last_active + 119.5)
         assert not idle.closed
         stage.listener.sweep(max(idle.native.last_active, reading.native.last_active) + 121)
-        assert [peer.closed for peer in (idle, reading, handshaking)] == [True, False, False]
-        await idle.task
+        await idle.parts()
+        assert [peer.closed for peer in (reading, handshaking)] == [False, False]
         await reading.settled()
+
+
+@asynchronous
+async def test_a_client_that_does_not_close_when_it_is_asked_to_is_closed(ring: SharedRingBuffer) -> None:
+    async with Stage(ring, listener_idle_eviction_s=120, handshake_timeout_s=0.1) as stage:
+        idle = await stage.connected()
+        stage.listener.sweep(idle.native.last_active + 121)
+        await idle.task
+        assert idle.closed
 
 
 @asynchronous
@@ -289,8 +297,7 @@ async def test_a_ring_that_is_closed_too_early_ends_its_connections(ring: Shared
             stage.listener._sweeper.cancel()  # type: ignore[union-attr]
             attached.close()
             peer.tell(read(other))
-            await peer.task
-            assert peer.closed
+            await peer.parts()
     assert states(ring) == {"ready": 2}
 
 

@@ -100,7 +100,7 @@ sys.stdin.read()
 def test_a_server_that_stops_kills_a_listener_that_hears_no_sigterm(
     ring: SharedRingBuffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(running, "DRAIN_S", 0.0)
+    monkeypatch.setattr(running, "END_S", 0.0)
     with subprocess.Popen(
         [sys.executable, "-c", _DEAF, ring.name, "transport.server.process"],
         stdin=subprocess.PIPE,

@@ -91,8 +91,8 @@ class Stage:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.worker.close()  # first: a client closes when it is asked to
         await self.listener.stop()
-        self.worker.close()
 
     async def peer(self) -> Peer:
         """A client that has not said anything."""
@@ -225,6 +225,14 @@ class Peer:
             await asyncio.sleep(0.001)
         assert not self.closed
         assert not self.task.done()
+        await self.gone()
+
+    async def parts(self) -> None:
+        """The listener has asked the client to close, and leaves that to it."""
+        said = bytearray(len(frames.COME_AGAIN))
+        await self.endpoint.receive_stream(said)
+        assert said == frames.COME_AGAIN
+        assert not self.closed
         await self.gone()
 
     async def gone(self) -> None:

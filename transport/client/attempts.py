@@ -246,7 +246,7 @@ class RemoteReads:
             self._links.break_off(link)
             if link.given_up and isinstance(error, LinkError | ClosedError):
                 raise GivenUpError(
-                    f"{host_port(*link.port)}: connection closed because another peer failed; retrying"
+                    f"{host_port(*link.port)}: closed since another peer failed, or its listener asked for it; retrying"
                 ) from error
             raise
         self._watch.remove(answer)

@@ -24,6 +24,8 @@ LISTENER: Final = b"transport.server.process"
 SUPERVISOR: Final = b"transport.server.supervisor"
 
 DRAIN_S: Final = 2.0  # a listener's longest wait for acknowledgements after SIGTERM
+PART_S: Final = 1.0  # then, for its clients to close
+END_S: Final = DRAIN_S + PART_S  # of a listener, in order
 LOOK_S: Final = 0.02  # between two looks whether processes have ended
 _PF_EXITING: Final = 4  # of the flags in /proc/PID/stat
 

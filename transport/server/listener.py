@@ -5,7 +5,8 @@ closes idle connections and ends attempts that were not acknowledged. `process` 
 
 A connection has its handshake here, and its requests in native code (native/ucp/serving.hpp):
 
-    HANDSHAKE ──WELCOME sent──► OPEN ──BYE, loss, eviction, garbage──► CLOSED
+    HANDSHAKE ──WELCOME sent──► OPEN ──BYE, loss, garbage─────────────────────────────► CLOSED
+                                  └──eviction, stop, a fault here──► PARTING ──BYE, loss, late──┘
 
 However a connection ends, `Connection.close` runs once. It first makes UCX stop using the slots' memory and then
 releases the pins, so a payload that was not acknowledged is READY again.
@@ -41,6 +42,7 @@ from transport.runtime.amounts import count
 from transport.runtime.error_text import reportable
 from transport.runtime.logs import LoggedErrors, LogLimit
 from transport.runtime.timeouts import Limit
+from transport.server.ending import PART_S
 from transport.settings import DEFAULTS, Settings
 from transport.wire import authentication, frames
 from transport.wire.addresses import is_ipv6
@@ -63,6 +65,7 @@ _ALERT_S = 10.0  # for this long after a connection without UCX handshake, look 
 _LOOK_S = 0.1
 _MOST_SILENT = 3  # connections in a row: see `StallDetector`
 _SILENT_S = 1.0  # a client that leaves sooner may have had nothing to send
+_GONE, _PARTS = 0, -1  # why a connection ends: its client is gone, or is to go; see native/ucp/serving.hpp for others
 _PAGE_BYTES = os.sysconf("SC_PAGESIZE")
 
 
@@ -106,7 +109,10 @@ class Connection:
         try:
             async with Limit(self._listener.settings.handshake_timeout_s):
                 native = await self._handshake()
-            self._raise_unless_gone(await self._ended, native.reason)
+            outcome = await self._ended
+            if outcome not in (_GONE, engine().END_GARBAGE):
+                await self._part(native)
+            self._raise_unless_gone(outcome, native.reason)
         except TimeoutError:
             log.info("%r: no handshake within %.1f s", self, self._listener.settings.handshake_timeout_s)
         except LinkError as error:
@@ -116,6 +122,18 @@ class Connection:
                 log.warning("%r ended: %s: %s", self, type(error).__name__, error)
         finally:
             self.close()
+
+    async def _part(self, native: _ucp.Connection) -> None:
+        """Have the client close, if it is there, within the time that a handshake has.
+
+        Over shared memory a peer that goes away may have left the client's queue unusable: if this side closed first,
+        the client would give up the claims that it has of other rings as well.
+        """
+        with contextlib.suppress(TransportError, TimeoutError):
+            self._endpoint.say(frames.COME_AGAIN)
+            native.expect_again()
+            async with Limit(self._listener.settings.handshake_timeout_s):
+                await self._closed_by_client()
 
     def _raise_unless_gone(self, outcome: int, reason: str) -> None:
         if outcome == engine().END_GARBAGE:
@@ -170,7 +188,7 @@ class Connection:
             native.count_as(f"bytes_{self._endpoint.wire()}")
 
     async def _closed_by_client(self) -> None:
-        """Wait until the client has closed: if this side closed first, UCX would drop the refusal that it still sends.
+        """Wait until the client has closed: if this side closed first, UCX would drop what it still sends.
 
         Further messages of the client are discarded, up to a limit: UCX would keep in memory what is not received.
         """
@@ -213,9 +231,9 @@ class Connection:
 
     # --- time, and the end --------------------------------------------------------------------------
     def sweep(self, now: float) -> None:
-        """End attempts that were acknowledged through another listener or not in time; close an idle connection."""
+        """End attempts that were acknowledged through another listener or not in time; part from an idle client."""
         native, settings = self._native, self._listener.settings
-        if native is None:  # the handshake has its own limit
+        if native is None or self._ended.done():  # handshake and parting have their own limits
             return
         if not self._wire_settled:  # UCX adds lanes while the two sides exchange addresses, mostly before WELCOME
             self._wire_settled = True
@@ -225,21 +243,25 @@ class Connection:
             if native.waiting:  # an answer is due to it, not from it
                 return
             if native.takes and not native.unsent and self._ring.native.drained:
-                # It rests, or its hands are full: it comes again, and hears the end with its WELCOME.
-                native.expect_again()
-                with contextlib.suppress(TransportError):
-                    self._endpoint.say(frames.COME_AGAIN)
+                self.part()  # it rests, or its hands are full: it comes again, and hears the end with its WELCOME
             elif now - native.last_active > settings.listener_idle_eviction_s:
-                self.close()
+                self.part()
             return
         ended = native.expire(now - settings.ack_timeout_s)
         if ended < 0:
             log.warning("%r: client stopped receiving; closing the connection", self)
-            self.close()
+            self.part()
         elif ended > 0 and now - native.last_active > self._lease_s:
             log.warning("%r: silent for %.0f s; %s READY again", self, self._lease_s, count(ended, "payload"))
         elif ended > 0:  # reads by ticket, which need no acknowledgement: weights on offer get none
             log.info("%r: %s not acknowledged in time, and READY", self, count(ended, "payload"))
+
+    def part(self) -> None:
+        """End the connection as soon as its client has closed, which is asked to, or has had time to."""
+        if not self.opened:
+            self.close()
+        elif not self._ended.done():
+            self._ended.set_result(_PARTS)
 
     def close(self) -> None:
         """End the connection now. UCX stops using the slots' memory before their pins are released."""
@@ -251,7 +273,7 @@ class Connection:
         if self._native is not None:
             self._native.close()
         if not self._ended.done():
-            self._ended.set_result(0)
+            self._ended.set_result(_GONE)
         self._listener.forget(self)
         if silent:
             self._listener.silent(self._began)
@@ -456,6 +478,10 @@ class Listener:
         tasks = [*self._connections.values(), *([self._sweeper] if self._sweeper else [])]
         if self._sweeper is not None:
             self._sweeper.cancel()
+        for connection in list(self._connections):
+            connection.part()
+        if self._connections:
+            await asyncio.wait(self._connections.values(), timeout=PART_S)
         for connection in list(self._connections):
             connection.close()
         await asyncio.gather(*tasks, return_exceptions=True)

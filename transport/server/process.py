@@ -1,7 +1,7 @@
 """A listener as a process of its own: ``python -m transport.server.process``, started by the supervisor.
 
-It is told its configuration, and reports its port, or why it could not start (starting.py). SIGTERM drains within
-`DRAIN_S`.
+It is told its configuration, and reports its port, or why it could not start (starting.py). SIGTERM ends it within
+`END_S`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from transport.errors import TransportError, UsageError
 from transport.ring.attachment import Attachment, attached
 from transport.runtime import stacks
 from transport.runtime.logs import LoggedErrors, set_up_logging
-from transport.server.ending import DRAIN_S
+from transport.server.ending import DRAIN_S, END_S
 from transport.server.lifetime import Lifetime, ServingPhase
 from transport.server.listener import Listener
 from transport.server.starting import ListenerConfig, StartReport, answer, keep_stdout_for_the_answer
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 RESTART = 3  # exit status
 
 _left_open: list[Listener] = []  # keeps UCX's objects until the process ends
-EXIT_S = DRAIN_S + 3.0  # a listener that hangs ends then, with the stacks of all its threads
+EXIT_S = END_S + 3.0  # a listener that hangs ends then, with the stacks of all its threads
 
 
 async def _stop_when_orphaned(ring: Attachment, lifetime: Lifetime, settings: Settings, stop: asyncio.Event) -> None:

@@ -25,7 +25,7 @@ from transport.runtime.blocking_calls import started
 from transport.runtime.forks import unforked
 from transport.runtime.loop_thread import LoopThread
 from transport.runtime.waits import Flag
-from transport.server.ending import DRAIN_S, LOOK_S, SUPERVISOR, Ending, listeners_of
+from transport.server.ending import END_S, LOOK_S, SUPERVISOR, Ending, listeners_of
 from transport.server.listener import Listener
 from transport.server.starting import ListenerConfig, StartReport
 from transport.server.supervisor import STOP_S, SupervisorConfig
@@ -169,7 +169,7 @@ class Processes:
 
         Killed ones are waited for: while they hold their places, a writer that closes leaves the segment to them.
         """
-        ending = Ending(f"the server of {self._ring.name}", DRAIN_S + 0.5, 2 * DRAIN_S + 3.0)
+        ending = Ending(f"the server of {self._ring.name}", END_S + 0.5, 2 * END_S + 3.0)
         while not self._ring.native.closed and ending.goes_on(*listeners_of(self._ring.native)):
             time.sleep(LOOK_S)
 

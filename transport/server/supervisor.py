@@ -30,7 +30,7 @@ from transport.errors import BusyPortError, RingBusyError, RingNotFoundError, Tr
 from transport.ring.attachment import Attachment, attached
 from transport.runtime import stacks
 from transport.runtime.logs import set_up_logging
-from transport.server.ending import DRAIN_S, LOOK_S, Ending, is_listener, listeners_of, send
+from transport.server.ending import END_S, LOOK_S, Ending, is_listener, listeners_of, send
 from transport.server.lifetime import Lifetime, ServingPhase, Watchdog
 from transport.server.starting import ListenerConfig, StartReport, answer, keep_stdout_for_the_answer
 from transport.server.users import supervisor_of
@@ -45,8 +45,8 @@ SILENT = "no report"  # stands for an error's name when a listener did not repor
 _START_TIMEOUT_S = 30.0
 _TRIES_OF_A_START = 3  # of a listener that ends, or does not report in time
 _TRIES_IF_KILLED = 10  # by SIGKILL from outside, which says nothing about the listener
-_PREDECESSOR_S = DRAIN_S + 5.0  # longest wait for the supervisor of the previous writer
-_LISTENERS_S = DRAIN_S + 0.5  # then listeners that have not ended are killed
+_PREDECESSOR_S = END_S + 5.0  # longest wait for the supervisor of the previous writer
+_LISTENERS_S = END_S + 0.5  # then listeners that have not ended are killed
 _KILLED_S = 2.0  # then killed ones are left to the kernel: they are in a system call that does not end
 STOP_S = _LISTENERS_S + 0.5  # longest time from SIGTERM to the end of a supervisor, as a rule
 _EXIT_S = STOP_S + 4.0  # a supervisor that hangs ends then, with the stacks of all its threads

@@ -40,9 +40,10 @@ named one of them; the next answers bring one payload each then, until one is ha
 END ends a delivery that is not to be trained on, which is not consumed: the ring's log of failures has its reason and
 its consumer.
 
-A listener has one more byte on the stream, COME_AGAIN, for a client that has asked for payloads, and asks for nothing
-when the ring has ended: the client parts, and hears the end with its next WELCOME. The client closes, since over shared
-memory a peer that goes away may have left the client's queue unusable.
+A listener has one more byte on the stream, COME_AGAIN, for a client that is to part: its connection is idle, the
+listener stops, or the ring has ended and the client, which has asked for payloads, asks for nothing: it hears the end
+with its next WELCOME. The client closes, since over shared memory a peer that goes away may have left its queue
+unusable; the listener closes only what a client leaves open.
 
 OUTCOME asks any port of the ring what became of a FINISH, or with `END_ASKED` of an END, whose connection broke before
 its answer. ``key`` names that
