@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -193,3 +194,16 @@ def test_a_file_that_is_removed_while_it_is_in_use_is_refused(tmp_path: Path, re
             SQLiteStore(path).close()
         with pytest.raises(StoreUnsuitableError, match="was removed while it was in use; restart every process of it"):
             store.put("a", b"2")
+
+
+def test_a_database_whose_making_is_interrupted_at_once_ends_without_an_error() -> None:
+    def interrupt(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code is sqlite._Database.__init__.__code__:
+            raise KeyboardInterrupt
+
+    sys.settrace(interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            SQLiteStore("no file is made")
+    finally:
+        sys.settrace(None)

@@ -246,6 +246,8 @@ class _Database:
     Transactions are short and wait for nothing but the file, so one connection serves all threads.
     """
 
+    _connection: sqlite3.Connection | None = None  # guarded by _lock; None while closed and throughout a fork
+
     def __init__(
         self,
         path: Path,
@@ -253,7 +255,6 @@ class _Database:
         max_bytes: int | None,
         busy_timeout_s: float,
     ) -> None:
-        self._connection: sqlite3.Connection | None = None  # guarded by _lock; None while closed and throughout a fork
         self.path = path.resolve()
         self._synchronous = synchronous
         self._max_bytes = max_bytes
