@@ -304,8 +304,8 @@ class Ring:
     def only_serve(self) -> None: ...
     @property
     def takers(self) -> int:
-        """Connections that have asked for payloads and live; for some seconds also those that were lost with their
-        listener. They hear the end by their next demand, or as they come again, and leave."""
+        """Connections of trainers that live; for some seconds also those that were lost with their listener. They hear
+        the end, also as they come again, and leave."""
     @property
     def pending(self) -> int:
         """Payloads that are unread; of a drained ring the `takers`, which are yet to hear that it is."""

@@ -199,7 +199,6 @@ class Connection:
     attempts: int
     unsent: int  # answers and payloads under way
     waiting: int  # demands
-    takes: bool  # it has asked for payloads, and is among `Ring.takers`
     reason: str  # why it ended
 
     def __init__(
@@ -222,5 +221,7 @@ class Connection:
         still reads one's slot, so only `close` ends it."""
     def close(self) -> None:
         """UCX is out of the slots' memory before their pins go."""
+    def join_takers(self) -> None:
+        """Count it among the ring's takers, who are to hear the end, whether it asks for payloads or not."""
     def expect_again(self) -> None:
         """Expect the client behind `close` among the ring's takers, for the seconds in which it comes again."""

@@ -63,7 +63,6 @@ void bind_serving(nb::module_& module) {
       .def_prop_ro("attempts", &Connection::attempts)
       .def_prop_ro("unsent", &Connection::unsent)
       .def_prop_ro("waiting", &Connection::waiting)
-      .def_prop_ro("takes", &Connection::takes)
       .def_prop_ro("reason", &Connection::reason)
       .def(
           "count_as",
@@ -74,6 +73,7 @@ void bind_serving(nb::module_& module) {
       .def("end_consumed", &Connection::end_consumed, nb::call_guard<GilReleased>())
       .def("expire", &Connection::expire, "before"_a, nb::call_guard<GilReleased>())
       .def("close", &Connection::close, nb::call_guard<GilReleased>())
+      .def("join_takers", &Connection::join_takers, nb::call_guard<GilReleased>())
       .def("expect_again", &Connection::expect_again);
 }
 

@@ -195,7 +195,7 @@ class Ring {
   int open_taker(std::uint64_t token);  // -1: as many connections as have room take from this ring already
   void close_taker(int index);
   void lose_taker(int index);  // its client did not leave, and comes again
-  unsigned takers() const;  // connections that have asked living listeners for payloads, and those that are to come again
+  unsigned takers() const;  // connections of trainers to living listeners, and those that are to come again
   // What it is still to be served for: payloads that are unread; when it is drained, takers, since each leaves when it has
   // heard that.
   std::uint64_t pending() const;

@@ -330,6 +330,11 @@ void Connection::end_consumed() {
   }
 }
 
+void Connection::join_takers() {
+  const Ring::InUse use(service_->ring_);
+  service_->open_taker(*this);
+}
+
 // It takes payloads: when its next message comes depends on what is written, so that a spin for it does not pay.
 void Connection::expect_no_more() {
   if (std::exchange(expected_, false)) --service_->engine().expecting;

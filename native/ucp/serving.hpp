@@ -247,6 +247,7 @@ class Connection : public Deferred {
   Connection& operator=(const Connection&) = delete;
 
   void close();
+  void join_takers();  // it is a trainer's, who is to hear the end
   void expect_again() { again_ = true; }  // its client is asked to close, and comes again
 
   std::size_t attempts() const { return attempts_; }
@@ -255,7 +256,6 @@ class Connection : public Deferred {
   const char* reason() const { return reason_; }       // why it ended, in words
   void count_as(Counter carried) { carried_ = carried; }
   std::size_t waiting() const { return waiting_; }  // demands
-  bool takes() const { return taker_ >= 0; }        // it has asked the ring for payloads, and is to hear the end
 
   // End attempts that were acknowledged through other listeners, or whose payload was given up.
   void end_consumed();

@@ -47,7 +47,7 @@ void TakeReply::find_copied() {
 // --- demands ----------------------------------------------------------------------------------------
 void Service::take(Connection& connection, std::uint32_t number, const Record& record) {
   connection.expect_no_more();
-  open_taker(connection);  // before any answer: from now on it is to hear the end
+  open_taker(connection);  // before any answer, where its handshake has opened none
   const std::uint64_t now = monotonic_ns();
   Demand demand{&connection,
                 number,

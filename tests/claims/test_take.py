@@ -426,7 +426,7 @@ async def test_a_silent_holder_that_does_not_receive_its_answer_is_closed(ring: 
     """Whatever the size: else the answer and a place among the connections would stay with it."""
     for _ in range(SLOTS):
         ring.write_raw(data)
-    async with Stage(ring, heartbeat_s=0.1, handshake_timeout_s=0.2) as stage:
+    async with Stage(ring, heartbeat_s=0.1, handshake_timeout_s=1.0) as stage:
         peer = await stage.peer()
         assert (await peer.greet(lease_ms=500)).code == 0
         await peer.settled()

@@ -18,6 +18,7 @@ from transport import FoundRings, Rollout, Schema, SharedRingBuffer, Trainer, UC
 from transport._ring import segments
 from transport.claims.places import OnThisHost, each_observed
 from transport.errors import BusyError
+from transport.packer.options import ServerOptions
 from transport.ring.attachment import remove_dead
 from transport.training.batch import Batch
 from transport.wires import Wire
@@ -341,6 +342,17 @@ def test_a_trainer_that_rests_hears_the_end() -> None:
         end(rollout)
         rollout.wait()
         assert consumed(trainer) == 0
+
+
+def test_a_trainer_that_has_never_asked_a_rollout_hears_its_end() -> None:
+    port = lasting_port()
+    server = ServerOptions(ports=(port,), addresses=("127.0.0.1",))
+    with Trainer(SCHEMA, f"rings://127.0.0.1:{port}") as trainer:
+        assert trainer.take(1, 0.05) is None
+        trainer.rings.rest_at_once()
+        with Rollout(SCHEMA, f"rings:end-{os.getpid()}-", mode="thread", server=server):
+            eventually(trainer.rings.slots, "it is connected")
+        eventually(trainer.finished, "it has heard the end")
 
 
 @pytest.mark.parametrize("wire", ["tcp", "shm"])

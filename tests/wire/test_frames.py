@@ -51,10 +51,10 @@ handshakes = st.one_of(
 HANDSHAKES: dict[str, tuple[Any, str]] = {
     "hello": (
         Hello(ring="ab", tag_base=0x01020304, nonce=NONCE),
-        "09 01 0000 39000000"
-        "84 a472696e67 a26162 a87461675f62617365 ce01020304"
+        "09 01 0000 40000000"
+        "85 a472696e67 a26162 a87461675f62617365 ce01020304"
         "a56e6f6e6365 c410000102030405060708090a0b0c0d0e0f"
-        "a86c656173655f6d73 00",
+        "a86c656173655f6d73 00 a574616b6573 c2",
     ),
     "challenge": (
         Challenge(nonce=NONCE, proof=b"pppp"),

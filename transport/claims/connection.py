@@ -480,7 +480,7 @@ class ClaimConnections:
         """Return a connection of the caller's own, who ends it with `leave`. ``segment``: see `Links.open_apart`."""
         if segment == "" and self._all.only_near and of_this_host(await address_of(port[0])):
             segment = await asyncio.to_thread(segment_served_at, port[1])
-        connection = ClaimConnection(await self._all.open_apart(port, segment=segment), self)
+        connection = ClaimConnection(await self._all.open_apart(port, segment=segment, takes=True), self)
         if self._closed:
             connection.abort()
             raise ClosedError("this client is closed")

@@ -232,6 +232,8 @@ class Demands:
         self._due = None if due == float("inf") else self._loop.call_later(max(0.0, due - now), self._turn)
 
     def _lose(self, name: str, link: ClaimConnection) -> None:
+        if link.link.ended:
+            self.ended[link.ring] = True
         self._disconnect(name, link)
         self._all.leave(link)
 
@@ -286,9 +288,9 @@ class Demands:
             known.fault, known.failing = None, float("inf")
             known.ring = link.ring
             self.ended[link.ring] = link.link.ended
-            if link.link.ended:  # so that it is heard by who asks for nothing, too
-                self._all.leave(link)
+            if link.link.ended:
                 self._takers.lost(name, time.monotonic())
+                self._lose(name, link)
             else:
                 link.served = partial(self._served, name, link.ring)
                 self._connected[name] = link
@@ -354,9 +356,10 @@ class Demands:
         """Note that a demand was not made, or has no answer that brings anything."""
         if isinstance(error, TransportError) and not self._closed:
             self._all.failed(link, error)
+        if isinstance(error, RingEndedError):
+            link.link.ended = True
         match error:
-            case RingEndedError():
-                self.ended[link.ring] = True
+            case TransportError() if link.link.ended:
                 self._lose(name, link)
             case TransportError():
                 known = self._known.get(name, _Known())

@@ -79,7 +79,7 @@ class Connection:
         self.tag_base = tag_base  # of what this side receives
         self._native: _ucp.Connection | None = None  # once the client is admitted
         self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._closed = False
+        self._closed = self._takes = False
         self._wire_settled = False
         self.opened = False
         self._began = time.monotonic()
@@ -130,8 +130,11 @@ class Connection:
         the client would give up the claims that it has of other rings as well.
         """
         with contextlib.suppress(TransportError, TimeoutError):
-            self._endpoint.say(frames.COME_AGAIN)
-            native.expect_again()
+            if not self._ring.native.closed and self._ring.native.drained:
+                self._endpoint.say(frames.ENDED)
+            else:
+                self._endpoint.say(frames.COME_AGAIN)
+                native.expect_again()
             async with Limit(self._listener.settings.handshake_timeout_s):
                 await self._closed_by_client()
 
@@ -175,6 +178,9 @@ class Connection:
             self._ended,
             hello.lease_ms / 1000,
         )
+        self._takes = hello.takes
+        if self._takes and not self._ring.native.drained:  # else WELCOME says so
+            native.join_takers()
         self._endpoint.worker.kick()
         self._native = native
         self._count_by_wire(native)
@@ -242,8 +248,8 @@ class Connection:
         if native.attempts == 0:
             if native.waiting:  # an answer is due to it, not from it
                 return
-            if native.takes and not native.unsent and self._ring.native.drained:
-                self.part()  # it rests, or its hands are full: it comes again, and hears the end with its WELCOME
+            if self._takes and not native.unsent and self._ring.native.drained:
+                self.part()  # it rests, or its hands are full, and is to hear the end
             elif now - native.last_active > settings.listener_idle_eviction_s:
                 self.part()
             return
@@ -480,10 +486,12 @@ class Listener:
             self._sweeper.cancel()
         for connection in list(self._connections):
             connection.part()
-        if self._connections:
-            await asyncio.wait(self._connections.values(), timeout=PART_S)
-        for connection in list(self._connections):
-            connection.close()
+        try:
+            if self._connections:
+                await asyncio.wait(self._connections.values(), timeout=PART_S)
+        finally:
+            for connection in list(self._connections):
+                connection.close()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _close_worker(self) -> None:

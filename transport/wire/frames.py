@@ -40,10 +40,10 @@ named one of them; the next answers bring one payload each then, until one is ha
 END ends a delivery that is not to be trained on, which is not consumed: the ring's log of failures has its reason and
 its consumer.
 
-A listener has one more byte on the stream, COME_AGAIN, for a client that is to part: its connection is idle, the
-listener stops, or the ring has ended and the client, which has asked for payloads, asks for nothing: it hears the end
-with its next WELCOME. The client closes, since over shared memory a peer that goes away may have left its queue
-unusable; the listener closes only what a client leaves open.
+A listener has one more byte on the stream, for a client that is to part: ENDED where nothing is left of the ring and
+the client, which takes payloads, asks for none; COME_AGAIN where the connection is idle, or the listener stops. The
+client closes, since over shared memory a peer that goes away may have left its queue unusable; the listener closes only
+what a client leaves open.
 
 OUTCOME asks any port of the ring what became of a FINISH, or with `END_ASKED` of an END, whose connection broke before
 its answer. ``key`` names that
@@ -81,6 +81,7 @@ MOST_UNANSWERED = 256  # ends of a connection's claims: as many stand in the rin
 END_ASKED = 1 << 15  # in the attempts of an OUTCOME: it asks about an END
 UNKNOWN = 10  # an answer to OUTCOME
 COME_AGAIN: Final = b"\x01"
+ENDED: Final = b"\x02"
 MESSAGE_NUMBERS = 1 << 24  # a connection is retired when it has used them
 
 
@@ -138,6 +139,7 @@ class Hello(msgspec.Struct, frozen=True):
     tag_base: TagBase
     nonce: Nonce
     lease_ms: LeaseMs = 0  # claims end after so long without a message; 0: with the connection
+    takes: bool = False  # payloads, so that it is to hear the end of the ring
 
 
 class Challenge(msgspec.Struct, frozen=True):

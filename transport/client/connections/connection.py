@@ -107,7 +107,7 @@ class Link:
         self.schema = welcome.schema  # its fingerprint; NO_SCHEMA: each payload has its own
         self.fields = welcome.fields  # its schema, encoded; empty: not said
         self.slots = welcome.slots  # of the ring; 0: not said
-        self.ended = welcome.ended  # nothing is left of the ring, by its listener's first word
+        self.ended = welcome.ended  # nothing is left of the ring, as its listener said first or last
         self.ports = welcome.ports
         self.wire: Wire = endpoint.wire()
         # As a listener does: UCX keeps what comes after the handshake in its way, however much it is.
@@ -129,6 +129,7 @@ class Link:
         secret: bytes | None,
         settings: Settings,
         limit_s: float | None = None,
+        takes: bool = False,
     ) -> Link:
         """Connect and shake hands. Each thing that the listener says comes within ``limit_s``, or the settings' limits.
 
@@ -141,7 +142,14 @@ class Link:
             async with Limit(limit_s or settings.connect_timeout_s + settings.handshake_timeout_s) as limit:
                 endpoint = await worker.connect(host, port)
                 await endpoint.joined()
-                welcome = await _shake_hands(endpoint, ring, tag_base, secret, settings.claim_lease_s, limit)
+                hello = frames.Hello(
+                    ring=ring,
+                    tag_base=tag_base,
+                    nonce=authentication.nonce(),
+                    lease_ms=min(math.ceil(settings.claim_lease_s * 1000), (1 << 32) - 1),
+                    takes=takes,
+                )
+                welcome = await _shake_hands(endpoint, hello, secret, limit)
             worker.keep_new_sockets()
             return cls(endpoint, (host, port), tag_base, welcome)
         except BaseException as error:
@@ -257,8 +265,8 @@ class Link:
     def _said_more(self, said: bytearray, came: asyncio.Future[int]) -> None:
         if came.cancelled() or came.exception() is not None:
             return
-        if said == frames.COME_AGAIN:
-            self.given_up = True
+        if bytes(said) in (frames.COME_AGAIN, frames.ENDED):
+            self.given_up, self.ended = True, said == frames.ENDED
         else:
             log.warning("%s sent stream data after the handshake; its connection ends", self._endpoint.name)
         self.abort()
@@ -268,15 +276,7 @@ class Link:
         self._endpoint.abort()
 
 
-async def _shake_hands(
-    endpoint: Endpoint, ring: str, tag_base: int, secret: bytes | None, lease_s: float, limit: Limit
-) -> frames.Welcome:
-    hello = frames.Hello(
-        ring=ring,
-        tag_base=tag_base,
-        nonce=(nonce := authentication.nonce()),
-        lease_ms=min(math.ceil(lease_s * 1000), (1 << 32) - 1),
-    )
+async def _shake_hands(endpoint: Endpoint, hello: frames.Hello, secret: bytes | None, limit: Limit) -> frames.Welcome:
     said = frames.encode_handshake(hello)
     endpoint.say(said)
     kind, body = await _receive(endpoint, limit)
@@ -286,7 +286,7 @@ async def _shake_hands(
             raise AuthenticationError(
                 f"{endpoint.name} requires a shared secret, this client has none; set the same secret"
             )
-        proof = _answered(endpoint.name, challenge, secret, nonce, said[frames.PREFIX_BYTES :])
+        proof = _answered(endpoint.name, challenge, secret, hello.nonce, said[frames.PREFIX_BYTES :])
         endpoint.say(frames.encode_handshake(proof))
         kind, body = await _receive(endpoint, limit)
     elif secret is not None and kind is Kind.WELCOME and not frames.decode_handshake(frames.Welcome, body).code:
@@ -297,8 +297,8 @@ async def _shake_hands(
     if welcome.code:
         kind_of_error = _BY_STATUS.get(welcome.code, RefusedError)
         raise kind_of_error(f"{endpoint.name}: {welcome.reason}")
-    if ring and welcome.ring != ring:
-        raise WrongRingError(f"{endpoint.name} serves ring {welcome.ring[:8]}, not {ring[:8]}")
+    if hello.ring and welcome.ring != hello.ring:
+        raise WrongRingError(f"{endpoint.name} serves ring {welcome.ring[:8]}, not {hello.ring[:8]}")
     return welcome
 
 

@@ -263,15 +263,15 @@ class Links:
         self._check_wire(port, link)
         return link
 
-    async def open_apart(self, port: PortKey, ring: str = "", segment: str | None = "") -> Link:
+    async def open_apart(self, port: PortKey, ring: str = "", segment: str | None = "", *, takes: bool = False) -> Link:
         """Return a link outside the pool: its caller ends it with `break_off`. "": whatever ring is served.
 
         segment: of the ring that is served, which was seen on this host; None: it is on another one; "": unknown, so no
-        shared memory is used. RingNotFoundError if the segment has gone.
+        shared memory is used. RingNotFoundError if the segment has gone. takes: payloads, and is to hear the end.
         """
         near = segment is None or (segment != "" and shares_memory(segment, seen=True))
         try:
-            link = await self._connect(port, ring, near)
+            link = await self._connect(port, ring, near, takes)
         except TransportError as error:
             self.failed(ring, port, error)
             raise
@@ -279,14 +279,14 @@ class Links:
         self._check_wire(port, link)
         return link
 
-    async def _connect(self, port: PortKey, ring: str, near: bool = False) -> Link:
+    async def _connect(self, port: PortKey, ring: str, near: bool = False, takes: bool = False) -> Link:
         base = frames.new_tag_base(self._bases)
         self._bases.add(base)
         try:
             if self._closed:  # a turn that came just before
                 raise ClosedError("this client is closed")
             self.quarantine.begin(port, time.monotonic())
-            link = await self._connected(port, ring, base, near)
+            link = await self._connected(port, ring, base, near, takes)
         except BaseException:
             self._bases.discard(base)
             raise
@@ -308,7 +308,7 @@ class Links:
                 f"UCX chose {link.wire} ({chosen}) to {host_port(*port)}, allowed are {sorted(self._wires)}{asked}"
             )
 
-    async def _connected(self, port: PortKey, ring: str, base: int, near: bool) -> Link:
+    async def _connected(self, port: PortKey, ring: str, base: int, near: bool, takes: bool) -> Link:
         """Connect and shake hands; again, where the worker was replaced meanwhile, or is not for this address: these
         are not the port's fault."""
         settings = self._settings
@@ -323,7 +323,14 @@ class Links:
                 left_s = settings.handshake_timeout_s + max(0, settings.connect_timeout_s - time.monotonic() + began)
                 try:
                     return await Link.open(
-                        worker, *port, ring=ring, tag_base=base, secret=self._secret, settings=settings, limit_s=left_s
+                        worker,
+                        *port,
+                        ring=ring,
+                        tag_base=base,
+                        secret=self._secret,
+                        settings=settings,
+                        limit_s=left_s,
+                        takes=takes,
                     )
                 except NoCommonTransportError:
                     if not worker.admits_rdma or self._closed:
