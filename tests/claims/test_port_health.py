@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from helpers import asynchronous, dead_port, until
+from helpers import asynchronous, dead_port, eventually, until
 from loopback import LOOPBACK, at
 from takes import remote
 
-from transport import SharedRingBuffer, Ticket, UCXXServer
+from transport import SharedRingBuffer, Ticket, Trainer, UCXXServer
 from transport.claims.demands import Demands
 from transport.claims.places import RingAddress
 from transport.claims.taken_part import TakenPart
@@ -33,6 +33,16 @@ def demands_of(claims: Any, ring: SharedRingBuffer, dead: int, came: list[TakenP
     made = Demands(claims, lambda: {"it": place}, came.append, lambda *_: None, rank=0, most_attempts=0)
     made.want(1, 1, None)
     return made
+
+
+def test_a_trainer_of_shared_memory_alone_waits_for_who_is_not_there_yet() -> None:
+    with dead_port() as port, Trainer(rings=f"rings://{at(port)}", wire={"shm"}) as trainer:
+
+        def unreached() -> bool:
+            assert trainer.take(1, 0.05) is None
+            return bool(trainer.rings._network.unreached(0.0))
+
+        eventually(unreached, "it has tried")
 
 
 def at_ports(ticket: Ticket, *ports: int) -> Ticket:

@@ -315,8 +315,12 @@ class Links:
         while True:
             self._look_at_network()
             address = await address_of(port[0])
-            # raises where no wire leads there
-            worker = self.worker(address=address) if near else self._worker_for(ring, address)
+            try:
+                worker = self.worker(address=address) if near else self._worker_for(ring, address)
+            except WireNotAllowedError:
+                if self.only_near:  # whose memory is not found: nobody may be there
+                    await probe(address, port[1], settings.connect_timeout_s)
+                raise
             with promised(OF_A_CONNECTION, f"a connection to {host_port(*port)}"):
                 began = time.monotonic()
                 await probe(address, port[1], settings.connect_timeout_s)
