@@ -242,6 +242,8 @@ class Announcement:
                 assert self._published is not None
                 if serving == self._said and self._directory.renew(self._ring, linger_s, self._published):
                     continue
+                if self._ended.is_set:  # what was to be renewed is withdrawn
+                    continue
                 published = self._directory.publish_again(serving, linger_s, self._published)
                 if published is None:
                     log.warning("another server has published ring %s; trying again later", self._ring[:8])
