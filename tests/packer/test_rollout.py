@@ -249,7 +249,8 @@ def test_a_cleanup_that_cannot_say_the_end_closes_all_the_same(monkeypatch: pyte
     assert not [each for each in threading.enumerate() if each.name == "transport listeners"]
 
 
-def test_an_end_hurries_its_store_once_it_has_drained(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("signalled", [False, True])
+def test_an_end_hurries_its_store_once_it_has_drained(monkeypatch: pytest.MonkeyPatch, signalled: bool) -> None:
     until: dict[str, float] = {}
     monkeypatch.setattr(UCXXServer, "_drain", lambda *_: until.update(draining=hurry.until()))
     monkeypatch.setattr(Directory, "withdraw", lambda *_: until.update(drained=hurry.until()))
@@ -257,8 +258,12 @@ def test_an_end_hurries_its_store_once_it_has_drained(monkeypatch: pytest.Monkey
         worker = Worker()
         server = ServerOptions(directory=Directory(store))
         worker.setup_ucxx(SCHEMA, slots=2, mode="thread", server=server)
+        if signalled:
+            hurry.begin(0.0)
         worker.cleanup_ucxx()
-    assert until["draining"] == float("inf") > until["drained"]
+        hurry.over()
+    assert signalled or until["draining"] == float("inf")
+    assert signalled == (until["drained"] > until["draining"])
 
 
 def test_a_set_up_that_fails_before_there_is_a_ring_closes_the_rings_that_it_opened(

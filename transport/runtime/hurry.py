@@ -4,7 +4,8 @@
     MOST_S later    calls that hang in a connection are cut; a server that failed once is not asked again afterwards
 
 A server that answers is used as before, as long as the end takes. `begin` is for a process that ends: a signal handler
-calls it (signals.py). `while_ending` is for the end of one object: what its threads wait for ends, too.
+calls it (signals.py). `while_ending` is for the end of one object: what its threads wait for ends, too. Behind a signal
+it counts from its own beginning, since a rollout drains in between.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ def stop_requested() -> bool:
 
 
 def _first() -> tuple[float, float]:
-    return min(ends.copy().values(), default=(float("inf"), float("inf")))
+    objects = ends.copy()
+    process = objects.pop(_SIGNAL, (float("inf"), float("inf")))
+    return min(objects.values(), default=process)
 
 
 def begin(most_s: float = MOST_S) -> None:
