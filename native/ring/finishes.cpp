@@ -57,25 +57,16 @@ void Ring::lose_taker(int index) {
   entry.state.compare_exchange_strong(state, TakerEntry::in(state, TakerEntry::lost), std::memory_order_acq_rel);
 }
 
-unsigned Ring::takers() const {
-  require_open();
+unsigned Ring::takers() {
+  reclaim();  // connections of a listener that died are lost from now on, and not between its death and the next look
   const std::uint64_t now_ns = monotonic_ns();
-  std::array<std::optional<bool>, kMaxOwners> lives{};
   unsigned expected = 0;
   for (unsigned index = 0; index < kTakers; ++index) {
     const TakerEntry& entry = taker(index);
-    const std::uint64_t state = entry.state.load(std::memory_order_acquire);
-    const TakerEntry::Phase phase = TakerEntry::phase_of(state);
-    if (phase != TakerEntry::live && phase != TakerEntry::lost) continue;
-    const unsigned owner = TakerEntry::owner_of(state);
-    if (phase == TakerEntry::live && owner < kMaxOwners) {
-      if (!lives[owner]) lives[owner] = owner_lives(owner);
-      if (*lives[owner]) {
-        ++expected;
-        continue;
-      }
-    }
-    expected += now_ns < entry.used_ns.load(std::memory_order_relaxed) + kComesAgain_ns;
+    const TakerEntry::Phase phase = TakerEntry::phase_of(entry.state.load(std::memory_order_acquire));
+    expected += phase == TakerEntry::live ||
+                (phase == TakerEntry::lost &&
+                 now_ns < entry.used_ns.load(std::memory_order_relaxed) + kComesAgain_ns);
   }
   return expected;
 }

@@ -5,7 +5,7 @@
 // leaves at most kFinishesKept of them unanswered, so what it may ask about has not been written over.
 //
 //   entry    EMPTY ──▶ BUILDING ──▶ LIVE ──its client has left──▶ OVER ──▶ BUILDING, for another connection
-//                                     └──owner dead, or the client is asked to come again──▶ LOST ──▶ BUILDING
+//                                     └──owner dead or stopped, or the client asked to come again──▶ LOST ──▶ BUILDING
 //   finish   noted undecided ──▶ the rank's done bit, the pin stays ──▶ noted accepted or refused ──▶ the pin goes
 //
 // The client of a LOST entry comes again through another connection, and is expected for kComesAgain_ns.

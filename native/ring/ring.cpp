@@ -360,6 +360,10 @@ unsigned Ring::reclaim() {
     suspects |= Word{control(slot).word.load(std::memory_order_relaxed)}.pins();
   for (unsigned index = 0; index < kMaxOwners; ++index)
     if (row(index).occupied.load(std::memory_order_relaxed) != 0) suspects |= slot_word::bit(index);
+  for (unsigned index = 0; index < kTakers; ++index)
+    if (const auto state = taker(index).state.load(std::memory_order_relaxed);
+        TakerEntry::phase_of(state) == TakerEntry::live && TakerEntry::owner_of(state) < kMaxOwners)
+      suspects |= slot_word::bit(TakerEntry::owner_of(state));
 
   unsigned slots = 0;
   const std::lock_guard hold(locks_mutex_);

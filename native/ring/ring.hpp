@@ -195,10 +195,10 @@ class Ring {
   int open_taker(std::uint64_t token);  // -1: as many connections as have room take from this ring already
   void close_taker(int index);
   void lose_taker(int index);  // its client did not leave, and comes again
-  unsigned takers() const;  // connections of trainers to living listeners, and those that are to come again
+  unsigned takers();  // connections of trainers to living listeners, and those that are to come again
   // What it is still to be served for: payloads that are unread; when it is drained, takers, since each leaves when it has
   // heard that.
-  std::uint64_t pending() const;
+  std::uint64_t pending();
   // What became of a claim that the connection had finished when it broke. Nothing more is accepted of it afterwards.
   Outcome outcome(std::uint64_t token, const ClaimId& claim);
   // CLOCK_MONOTONIC when the earliest delay ends that the last look for this rank came upon; the largest number: none.

@@ -262,7 +262,7 @@ bool Ring::drained() const {
   return ended() && state_counts()[static_cast<std::size_t>(State::writing)] + unread() == 0;
 }
 
-std::uint64_t Ring::pending() const {
+std::uint64_t Ring::pending() {
   const std::uint64_t left = unread();
   return left != 0 || !drained() ? left : takers();
 }

@@ -312,4 +312,25 @@ TEST(an_owner_killed_while_it_takes_an_entry_leaves_it_to_others) {
   for (std::uint64_t token = 1; token <= kTakers; ++token) CHECK(s.ring->open_taker(token) >= 0);
 }
 
+TEST(a_trainer_whose_listener_dies_is_to_hear_the_end_until_its_time_to_come_again_is_over) {
+  for (const bool was_killed : {true, false}) {
+    Shared s("lost");
+    const Segment segment = Segment::attach(s.guard.name, false);
+    auto* const entry = reinterpret_cast<TakerEntry*>(segment.mapping->control() + segment.geometry.takers_offset);
+    s.ring->end_data();
+    CHECK(killed([&] {
+      const auto listener = Ring::attach(s.guard.name, Role::listener, false);
+      CHECK(listener->pending() == 0 && listener->open_taker(kToken) == 0);
+      entry->used_ns.store(0);  // it rests for long
+      CHECK(listener->pending() == 1);
+      if (was_killed) raise(SIGKILL);
+    }) == was_killed);  // else it leaves its connection open
+    CHECK(s.ring->pending() == 1);
+    s.ring->reclaim();
+    CHECK(s.ring->pending() == 1);
+    entry->used_ns.store(0);
+    CHECK(s.ring->pending() == 0);
+  }
+}
+
 int main(int argc, char** argv) { return run_all(argc, argv); }

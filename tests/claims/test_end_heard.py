@@ -91,3 +91,13 @@ async def test_a_ring_without_its_writer_is_served_until_everyone_who_had_asked_
             await orphaned
         assert stop.is_set()
         await listener.stop()
+
+
+@asynchronous
+async def test_a_trainer_whose_listener_stops_is_to_hear_the_end_from_the_next_one(ring: SharedRingBuffer) -> None:
+    listener = Listener(ring, settings=QUICK)
+    ring.native.set_ports((listener.start(),))
+    async with asked(*addresses(ring)):
+        await listener.stop()
+        ring.end_data()
+        assert ring.native.pending == 1
