@@ -126,7 +126,8 @@ Outcome Ring::outcome(std::uint64_t token, const ClaimId& claim) {
   if (claim.slot >= segment_.identity.slot_count || claim.rank >= kMaxReaders) return Outcome::unknown;
   const Asking asking = (claim.attempts & kEndAsked) != 0 ? Asking::end : Asking::finish;
   const FinishNote asked = FinishNote::of(claim, asking, Outcome::unknown);
-  for (unsigned index = 0; index < kTakers; ++index) {
+  Outcome told = Outcome::unknown;
+  for (unsigned index = 0; index < kTakers; ++index) {  // it has another one if it was asked to come again, and went on
     TakerEntry& entry = taker(index);
     const std::uint64_t state = entry.state.load(std::memory_order_acquire);
     const TakerEntry::Phase phase = TakerEntry::phase_of(state);
@@ -140,10 +141,11 @@ Outcome Ring::outcome(std::uint64_t token, const ClaimId& claim) {
       found = seen.outcome();
       if (found != Outcome::refused) break;
     }
-    const std::uint64_t now = entry.state.load(std::memory_order_acquire);
-    return now >> 16 == state >> 16 ? found : Outcome::unknown;  // another connection's by now
+    if (entry.state.load(std::memory_order_acquire) >> 16 != state >> 16) continue;  // another connection's by now
+    if (found != Outcome::refused) return found;
+    told = Outcome::refused;
   }
-  return Outcome::unknown;
+  return told;
 }
 
 }  // namespace transport

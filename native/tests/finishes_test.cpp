@@ -333,4 +333,18 @@ TEST(a_trainer_whose_listener_dies_is_to_hear_the_end_until_its_time_to_come_aga
   }
 }
 
+TEST(a_connection_that_was_asked_to_come_again_and_claims_once_more_is_told_what_became_of_it) {
+  Shared s("again");
+  const auto taker = s.ring->attach_again(Role::listener);
+  taker->lose_taker(taker->open_taker(kToken));
+  published(*s.ring, 1);
+  const ClaimId first = claimed(*taker);
+  CHECK(taker->finish(first, false, taker->open_taker(kToken)));
+  CHECK(s.ring->outcome(kToken, first) == Outcome::accepted);
+  published(*s.ring, 1);
+  const int last = taker->open_taker(kToken);
+  const ClaimId second = claimed(*taker);
+  CHECK(s.ring->outcome(kToken, second) == Outcome::refused && !taker->finish(second, false, last));
+}
+
 int main(int argc, char** argv) { return run_all(argc, argv); }
