@@ -19,7 +19,7 @@
 namespace transport::fault {
 
 inline constexpr std::array<std::string_view, 57> kPoints{
-    "create.opened",         // the file exists, in /dev/shm without a name, without a keeper
+    "create.opened",         // the file exists, in /dev/shm without a name where that can be, without a keeper
     "create.locked",         // kept, no memory
     "create.allocated",      // memory, no header
     "create.header",         // header, not initialised

@@ -115,7 +115,7 @@ std::unique_ptr<Description> Description::open(const Place& place, int flags) {
 }
 
 std::unique_ptr<Description> Description::nameless() {
-  return open({kSharedMemory + std::string("/."), kSharedMemory}, O_RDWR | O_TMPFILE);
+  return try_open(Place::in_memory("/."), O_RDWR | O_TMPFILE);
 }
 
 bool Description::enter(const Place& place) const {
@@ -295,13 +295,14 @@ Identity read_identity(const Description& description, const Place& place, Geome
   return identity;
 }
 
-// Whether a creator that died has left this: then there is nothing to lose. A file that is no ring may be something else
-// of its user's, or what is left of a ring.
+// Whether a creator that died has left this: then there is nothing to lose. Other files that are no ring may be something
+// else of their user's, or what is left of a ring.
 bool is_rubbish(const Description& description, const Place& place) {
   const auto file_bytes = static_cast<std::uint64_t>(checked_stat(description, place).st_size);
   if (file_bytes < kHeaderBytes) return file_bytes == 0;
   const HeaderPage header(description, place);
   return header.blank() || (header->magic == kMagic && header->layout_version == kLayoutVersion &&
+                            header->initialised.load(std::memory_order_acquire) == 0 &&
                             header->sequence.load(std::memory_order_relaxed) == 0);
 }
 
@@ -338,24 +339,22 @@ void reserve_memory(const Description& description, const Place& place, std::uin
   }
 }
 
-// `segment.description` is a new, empty, locked file. In /dev/shm it gets its name afterwards; a file system of others
-// may know none without a name.
-void initialise(Segment& segment, std::uint64_t slot_count, std::uint64_t slot_capacity, const Bytes16& fingerprint,
-                Kept kept) {
+// `description` is that of a new, empty file, which only this process has locked.
+void initialise(Segment& segment, const Identity& identity, Kept kept) {
+  FAULT_POINT("create.locked");
   reserve_memory(*segment.description, segment.place, segment.geometry.total_bytes);
   FAULT_POINT("create.allocated");
   segment.mapping = std::make_shared<Mapping>(*segment.description, segment.place, segment.geometry, true);
-  segment.identity = {slot_count,    slot_capacity,  page_bytes(),   segment.geometry.total_bytes,
-                      realtime_ns(), random_bytes(), random_bytes(), fingerprint};
+  segment.identity = identity;
   // The file is zero-filled: slots are FREE in generation 0, owner places vacant, boards empty.
   auto* header = reinterpret_cast<Header*>(segment.mapping->control());
-  header->identity = segment.identity;
-  header->identity_checksum = checksum(&segment.identity, sizeof segment.identity);
+  header->identity = identity;
+  header->identity_checksum = checksum(&identity, sizeof identity);
   header->kept.store(kept, std::memory_order_relaxed);
   header->layout_version = kLayoutVersion;
   header->magic = kMagic;
-  FreeHints hints(segment.mapping->control() + segment.geometry.hints_offset, slot_count);
-  for (std::uint64_t slot = 0; slot < slot_count; ++slot) hints.offer(slot);
+  FreeHints hints(segment.mapping->control() + segment.geometry.hints_offset, identity.slot_count);
+  for (std::uint64_t slot = 0; slot < identity.slot_count; ++slot) hints.offer(slot);
   FAULT_POINT("create.header");
   if (kept == Kept::synced) {  // before it counts as a ring, whose size has to be that of its file
     if (fsync(segment.description->fd()) != 0) fail_errno(errno, "fsync", segment.place.shown);
@@ -364,10 +363,75 @@ void initialise(Segment& segment, std::uint64_t slot_count, std::uint64_t slot_c
   header->initialised.store(1, std::memory_order_release);  // SYNC I
 }
 
+// At its place from the beginning. False: another process was faster, with a segment or by taking ours for rubbish.
+bool make_in_place(Segment& segment, const Identity& identity, Kept kept) {
+  const Place& place = segment.place;
+  segment.description = Description::try_open(place, O_RDWR | O_CREAT | O_EXCL);
+  if (!segment.description && errno == EEXIST) return false;
+  if (!segment.description) fail_errno(errno, "open", place.shown);
+  FAULT_POINT("create.opened");
+  if (!try_lock(segment.description->fd(), kKeeperByte) || !segment.description->still_at(place)) return false;
+  try {
+    initialise(segment, identity, kept);
+  } catch (...) {
+    ::unlink(place.path.c_str());
+    throw;
+  }
+  FAULT_POINT("create.initialised");
+  return true;
+}
+
+// In memory, where what a killed maker leaves would cost memory: without a name until it is whole, if the kernel can.
+// False: another process was faster.
+bool make_nameless(Segment& segment, const Identity& identity) {
+  const Place& place = segment.place;
+  segment.description = Description::nameless();
+  if (!segment.description && (errno == EOPNOTSUPP || errno == EISDIR)) return make_in_place(segment, identity, Kept::no);
+  if (!segment.description) fail_errno(errno, "open", kSharedMemory);
+  FAULT_POINT("create.opened");
+  if (!try_lock(segment.description->fd(), kKeeperByte)) return false;
+  initialise(segment, identity, Kept::no);
+  if (!segment.description->enter(place)) return false;
+  FAULT_POINT("create.initialised");
+  // What is mapped before has no name in /proc/PID/maps, where one looks who uses a segment.
+  try {
+    const auto named = Description::open(place, O_RDWR);
+    if (!segment.description->is(*named)) fail(Fault::not_found, place.shown + " was removed");
+    segment.mapping = std::make_shared<Mapping>(*named, place, segment.geometry, true);
+  } catch (...) {
+    if (segment.description->still_at(place)) ::unlink(place.path.c_str());
+    throw;
+  }
+  return true;
+}
+
+// Of a dead ring at the place of `segment`, which has the file open. False: it is gone by now, or was rubbish, and is.
+bool take_over(Segment& segment, const Identity& wanted, Kept kept) {
+  const Place& place = segment.place;
+  checked_stat(*segment.description, place);
+  FAULT_POINT("create.found");
+  if (!try_keep(segment.description->fd())) fail(Fault::exists, place.shown + " exists and is kept by a live process");
+  if (!segment.description->still_at(place)) return false;
+  try {
+    segment.identity = read_identity(*segment.description, place, segment.geometry);
+  } catch (const RingFault& fault) {
+    if (fault.code() != Fault::not_ready) throw;
+    if (!is_rubbish(*segment.description, place)) fail(Fault::layout, place.shown + ": not a ring, or truncated");
+    ::unlink(place.path.c_str());
+    return false;
+  }
+  if (segment.identity.slot_count != wanted.slot_count || segment.identity.slot_capacity != wanted.slot_capacity ||
+      segment.identity.fingerprint != wanted.fingerprint)
+    fail(Fault::layout, place.shown + " is a dead ring of other sizes or another fingerprint");
+  segment.mapping = std::make_shared<Mapping>(*segment.description, place, segment.geometry, true);
+  reinterpret_cast<Header*>(segment.mapping->control())->kept.store(kept, std::memory_order_relaxed);
+  return segment.taken_over = true;
+}
+
 }  // namespace
 
 // A place goes through three states: absent; present and kept; present and not kept, which is a ring to
-// take over, or, of a file, rubbish of a creator that died. The keeper lock decides, and it lies on the file and
+// take over, or rubbish of a creator that died. The keeper lock decides, and it lies on the file and
 // not on its place: the process that gets it checks whether the file is still there, and else starts over.
 Segment Segment::create(const std::string& name, std::uint64_t slot_count, std::uint64_t slot_capacity,
                         const Bytes16& fingerprint, const std::string& file, Kept kept) {
@@ -385,64 +449,16 @@ Segment Segment::create(const std::string& name, std::uint64_t slot_count, std::
   if (!Geometry::compute(slot_count, slot_capacity, page_bytes(), segment.geometry))
     fail(Fault::no_memory, segment.place.shown + " would have more than 2^62 bytes");
 
-  const Place& place = segment.place;
-  for (;;) {
-    segment.description = Description::try_open(place, O_RDWR);
-    if (!segment.description && errno != ENOENT) fail_errno(errno, "open", place.shown);
-    if (!segment.description) {
-      segment.description =
-          place.file ? Description::try_open(place, O_RDWR | O_CREAT | O_EXCL) : Description::nameless();
-      if (!segment.description && errno == EEXIST) continue;
-      if (!segment.description) fail_errno(errno, "open", place.shown);
-      FAULT_POINT("create.opened");
-      // Another creator may have taken our empty file for rubbish.
-      if (!try_lock(segment.description->fd(), kKeeperByte) || (place.file && !segment.description->still_at(place)))
-        continue;
-      FAULT_POINT("create.locked");
-      try {
-        initialise(segment, slot_count, slot_capacity, fingerprint, kept);
-      } catch (...) {
-        if (place.file) ::unlink(place.path.c_str());
-        throw;
-      }
-      if (place.file) {
-        FAULT_POINT("create.initialised");
-        return segment;
-      }
-      if (!segment.description->enter(place)) continue;  // another creator was faster
-      FAULT_POINT("create.initialised");
-      // What is mapped before has no name in /proc/PID/maps, where one looks who uses a segment.
-      try {
-        const auto named = Description::open(place, O_RDWR);
-        if (!segment.description->is(*named)) fail(Fault::not_found, place.shown + " was removed");
-        segment.mapping = std::make_shared<Mapping>(*named, place, segment.geometry, true);
-      } catch (...) {
-        if (segment.description->still_at(place)) ::unlink(place.path.c_str());
-        throw;
-      }
-      return segment;
-    }
-    checked_stat(*segment.description, place);
-    FAULT_POINT("create.found");
-    if (!try_keep(segment.description->fd()))
-      fail(Fault::exists, place.shown + " exists and is kept by a live process");
-    if (!segment.description->still_at(place)) continue;
-    try {
-      segment.identity = read_identity(*segment.description, place, segment.geometry);
-    } catch (const RingFault& fault) {
-      if (fault.code() != Fault::not_ready) throw;
-      if (!is_rubbish(*segment.description, place)) fail(Fault::layout, place.shown + ": not a ring, or truncated");
-      ::unlink(place.path.c_str());
-      continue;
-    }
-    if (segment.identity.slot_count != slot_count || segment.identity.slot_capacity != slot_capacity ||
-        segment.identity.fingerprint != fingerprint)
-      fail(Fault::layout, place.shown + " is a dead ring of other sizes or another fingerprint");
-    segment.mapping = std::make_shared<Mapping>(*segment.description, place, segment.geometry, true);
-    reinterpret_cast<Header*>(segment.mapping->control())->kept.store(kept, std::memory_order_relaxed);
-    segment.taken_over = true;
-    return segment;
+  const Identity wanted{slot_count,    slot_capacity,  page_bytes(),   segment.geometry.total_bytes,
+                        realtime_ns(), random_bytes(), random_bytes(), fingerprint};
+  for (bool done = false; !done;) {
+    segment.description = Description::try_open(segment.place, O_RDWR);
+    if (!segment.description && errno != ENOENT) fail_errno(errno, "open", segment.place.shown);
+    done = segment.description ? take_over(segment, wanted, kept)
+           : file.empty()      ? make_nameless(segment, wanted)
+                               : make_in_place(segment, wanted, kept);
   }
+  return segment;
 }
 
 void Segment::forget_names(const std::string& but) const {
@@ -496,7 +512,7 @@ bool Segment::unlink_if_dead(const std::string& name, std::uint64_t gives_up_to)
   checked_stat(*description, place);
   if (!try_remove(description->fd()) || !try_lock(description->fd(), kOwnerByte, off_t{kMaxOwners})) return false;
   if (!description->still_at(Place::of(name))) fail(Fault::not_found, name + " is gone");
-  if (gives_up_to != kGivesUpAll) {  // else what is no ring can be removed as well
+  if (gives_up_to != kGivesUpAll && !is_rubbish(*description, place)) {  // else what is no ring can be removed as well
     Geometry geometry{};
     const Identity identity = read_identity(*description, place, geometry);
     const Mapping mapping(*description, place, geometry, false);

@@ -150,7 +150,8 @@ struct Geometry {
 // Where a segment lies. One rule: /dev/shm has an entry of its name, which is the segment itself, or a symbolic link of
 // this user's to the file that the segment lies in. The entry is made when the segment is whole and its maker holds the
 // keeper's byte, so that a segment that nobody keeps has lost its keeper, and a maker that is killed before has left no
-// memory.
+// memory. Where the kernel knows no file without a name, as gVisor, a killed maker leaves an entry that is not
+// initialised, for whoever comes next to remove.
 struct Place {
   std::string path;
   std::string shown;  // in messages: the segment's name, or its file
@@ -171,7 +172,8 @@ class Description {
   // Flags of open; O_CLOEXEC is added. Null with errno set if it refuses.
   static std::unique_ptr<Description> try_open(const Place& place, int flags);
   static std::unique_ptr<Description> open(const Place& place, int flags);
-  // Of a new file in /dev/shm that has no name and goes with its last description and mapping; `enter` gives it one.
+  // Of a new file in /dev/shm that has no name and goes with its last description and mapping; `enter` gives it one. Null
+  // with errno set if it refuses.
   static std::unique_ptr<Description> nameless();
   // False if the place is taken.
   bool enter(const Place& place) const;

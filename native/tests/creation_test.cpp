@@ -3,12 +3,73 @@
 #include <memory>
 
 #include <fcntl.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 
 #include "crash.hpp"
 
 using namespace transport;
 using namespace transport::test;
+
+namespace {
+
+// From now on the kernel knows no file without a name, for this process and its children.
+void refuse_nameless_files() {
+  sock_filter rules[] = {
+      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
+      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_openat, 0, 3),
+      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, args[2])),
+      BPF_JUMP(BPF_JMP | BPF_JSET | BPF_K, O_TMPFILE & ~O_DIRECTORY, 0, 1),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EOPNOTSUPP),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+  };
+  const sock_fprog program{std::size(rules), rules};
+  CHECK(prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 && prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) == 0);
+}
+
+}  // namespace
+
+TEST(a_creator_killed_anywhere_without_nameless_files_leaves_what_the_next_one_or_any_process_removes) {
+  for (const std::string_view point : points_starting({"create."}, true)) {
+    if (point == "create.found" || point == "create.waits") continue;
+    for (const bool removed : {false, true}) {
+      const NameGuard guard{ring_name("named")};
+      CHECK(killed([&] {
+        refuse_nameless_files();
+        fault::set(index_of(point), SIGKILL, 0);
+        Ring::create(guard.name, kSlots, kCapacity, Bytes16{});
+      }));
+      const bool complete = point == "create.initialised";
+      CHECK(refused(Fault::not_ready, [&] { Ring::attach(guard.name, Role::reader, false, true); }) != complete);
+      if (removed) {
+        CHECK(Segment::unlink_if_dead(guard.name, kGivesUpNone));
+        CHECK(refused(Fault::not_found, [&] { Ring::attach(guard.name, Role::reader, false); }));
+      }
+      CHECK(!killed([&] {
+        refuse_nameless_files();
+        const auto ring = Ring::create(guard.name, kSlots, kCapacity, Bytes16{});
+        CHECK(ring->taken_over() == (complete && !removed));
+        check_survivors(*ring);
+      }));
+    }
+  }
+}
+
+TEST(nobody_removes_what_a_living_creator_makes_under_its_name) {
+  const NameGuard guard{ring_name("made")};
+  stopped_at(
+      "create.allocated",
+      [&] {
+        refuse_nameless_files();
+        check_survivors(*Ring::create(guard.name, kSlots, kCapacity, Bytes16{}));
+      },
+      [&] {
+        CHECK(!Segment::unlink_if_dead(guard.name, kGivesUpNone) && !Segment::unlink_if_dead(guard.name));
+        CHECK(refused(Fault::exists, [&] { Ring::create(guard.name, kSlots, kCapacity, Bytes16{}); }));
+      });
+}
 
 TEST(a_creator_killed_anywhere_leaves_a_whole_ring_or_nothing) {
   for (const std::string_view point : points_starting({"create."}, true)) {
@@ -117,6 +178,7 @@ TEST(of_racing_creators_exactly_one_wins) {
       char byte = 0, result = 'e';
       std::unique_ptr<Ring> ring;
       CHECK(read(start[0], &byte, 1) == 0);  // until the parent closes its end
+      if (round % 8 < 4) refuse_nameless_files();
       try {
         ring = Ring::create(guard.name, kSlots, kCapacity, Bytes16{});
         result = 'w';
@@ -155,11 +217,16 @@ TEST(a_creator_that_was_overtaken_harms_nobody) {
 }
 
 TEST(whoever_attaches_while_the_name_is_removed_is_told_so) {
-  const NameGuard guard{ring_name("removed")};
-  auto ring = Ring::create(guard.name, kSlots, kCapacity, Bytes16{});
-  stopped_at(
-      "attach.found", [&] { CHECK(refused(Fault::not_found, [&] { Ring::attach(guard.name, Role::reader, false); })); },
-      [&] { CHECK(ring->unlink_if_last()); });
+  for (const Role role : {Role::writer, Role::listener, Role::reader})
+    for (const bool by_hand : {false, true}) {
+      const NameGuard guard{ring_name("removed")};
+      auto ring = Ring::create(guard.name, kSlots, kCapacity, Bytes16{});
+      const auto seen = Ring::attach(guard.name, Role::observer, false);
+      stopped_at(
+          "attach.found", [&] { CHECK(refused(Fault::not_found, [&] { Ring::attach(guard.name, role, false); })); },
+          [&] { CHECK(seen->still_named() && (by_hand ? Segment::unname(guard.name) : ring->unlink_if_last())); });
+      CHECK(!seen->still_named());  // who has no place learns it with the next look
+    }
 }
 
 TEST(no_writer_comes_between_the_look_for_unread_payloads_and_the_removal_of_the_name) {

@@ -140,6 +140,18 @@ def test_reclaim_removes_the_segment_of_a_rollout_that_was_killed_while_it_was_s
     assert ring.name not in _ring.segments()
 
 
+def test_reclaim_removes_what_a_rollout_that_was_killed_left_of_a_ring_where_every_file_has_a_name(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    left = Path(f"/dev/shm/transport-half-made-{os.getpid()}")
+    with left.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, 1 << 20)  # as far as its writer came
+    assert run(["reclaim", left.name, "--json", "-"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["removed"], report["bytes_freed"]) == (1, 1 << 20)
+    assert not left.exists()
+
+
 def test_reclaim_looks_at_the_rings_of_a_run(dead_segment: str, capsys: pytest.CaptureFixture[str]) -> None:
     run_of_it = dead_segment.removeprefix("/transport-")
     for place, found in (("rings:no-such-run-", []), (f"rings:{run_of_it}", [dead_segment])):

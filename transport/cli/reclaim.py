@@ -19,6 +19,7 @@ from transport.cli.output import JsonTarget, emit, shown
 from transport.runtime.amounts import count
 
 if TYPE_CHECKING:
+    from transport.errors import RingError
     from transport.ring.attachment import Attachment
 
 EXAMPLE = "Example: transport reclaim rings:run-7- --dry-run"
@@ -123,16 +124,27 @@ def _look(name: str) -> tuple[Segment, int] | None:
 
     file = file_of(name)
     try:
-        size = (_SHARED_MEMORY / name.lstrip("/")).stat().st_size
+        size = _path_of(name).stat().st_size
         ring = attached(name, "observer")
-    except (FileNotFoundError, RingNotFoundError):
+    except FileNotFoundError:
         gone = file and not Path(file).exists()
         return (Segment(name=name, bytes=0, file=file, unreadable="its file is gone", dead=True), 0) if gone else None
+    except RingNotFoundError as error:
+        left = not file and _path_of(name).exists()  # by a writer that was killed while it made it, or makes it now
+        return (Segment(name=name, bytes=size, unreadable=_said(error, name), dead=True), 0) if left else None
     except RingError as error:
-        return Segment(name=name, bytes=size, file=file, unreadable=str(error).removeprefix(f"{name}: ")), 0
+        return Segment(name=name, bytes=size, file=file, unreadable=_said(error, name)), 0
     with ring:
         sequence = ring.native.sequence  # first: what the counts do not show is not given up
         return _described(ring, size), sequence
+
+
+def _path_of(name: str) -> Path:
+    return _SHARED_MEMORY / name.lstrip("/")
+
+
+def _said(error: RingError, name: str) -> str:
+    return str(error).removeprefix(f"{name}: ")
 
 
 def _described(ring: Attachment, size: int) -> Segment:
