@@ -163,8 +163,6 @@ class Ring:
         """
     @property
     def sequence(self) -> int: ...  # advances with each publication and each take-over
-    def keep(self) -> bool:
-        """Try to become keeper (take the keeper lock); True if held now."""
     @property
     def keeper_alive(self) -> bool: ...
     def supervise(self) -> bool:

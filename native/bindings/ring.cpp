@@ -348,7 +348,6 @@ void bind_ring(nb::module_& module) {
            "gives_up_to"_a = kGivesUpAll)
       .def_static("unlink_if_dead", &Segment::unlink_if_dead, "name"_a, nb::kw_only(), "gives_up_to"_a = kGivesUpAll)
       .def_prop_ro("sequence", &Ring::sequence)
-      .def("keep", &Ring::keep, "Try to become keeper; True if held now.")
       .def_prop_ro("keeper_alive", &Ring::keeper_alive)
       .def("supervise", &Ring::supervise, "Try to become the ring's supervisor; True if it is this attachment now.")
       .def_prop_ro("supervised", &Ring::supervised)

@@ -33,9 +33,9 @@ FailureEntry& Ring::failure(std::uint64_t position) const {
   return entries[position % segment_.geometry.failure_count];
 }
 
-void Ring::tally(unsigned rank, Tally which, std::uint64_t amount) {
+void Ring::tally(unsigned rank, Tally which) {
   const unsigned owner = me_ < 0 ? kObserverRow : static_cast<unsigned>(me_);
-  rank_counts(owner, rank).counts[static_cast<unsigned>(which)].fetch_add(amount, std::memory_order_relaxed);
+  rank_counts(owner, rank).counts[static_cast<unsigned>(which)].fetch_add(1, std::memory_order_relaxed);
 }
 
 // --- the claim words -----------------------------------------------------------------------------

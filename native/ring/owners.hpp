@@ -63,7 +63,6 @@ inline bool try_lock(int fd, off_t first, off_t count = 1, short type = F_WRLCK)
 }
 
 inline void unlock(int fd, off_t first, off_t count = 1) {
-  if (count <= 0) return;  // length 0 would mean "to the end of the file"
   struct flock range = byte_range(F_UNLCK, first, count);
   fcntl(fd, F_OFD_SETLK, &range);
 }

@@ -134,7 +134,6 @@ class Ring {
   // readers_may_stay: for a writer that closes, whose readers keep the memory and need no name. gives_up_to: as
   // Segment::may_go.
   bool unlink_if_last(bool readers_may_stay = false, std::uint64_t gives_up_to = kGivesUpAll);
-  bool keep();
   bool keeper_alive() const;
   // One supervisor at a time serves a ring. False: another process does.
   bool supervise();
@@ -278,7 +277,7 @@ class Ring {
   SlotClaim& claims(std::uint64_t slot) const;
   RankCounts& rank_counts(unsigned owner, unsigned rank) const;
   FailureEntry& failure(std::uint64_t position) const;
-  void tally(unsigned rank, Tally which, std::uint64_t amount = 1);
+  void tally(unsigned rank, Tally which);
   void log_failure(const ClaimId& claim, std::uint64_t sequence, Ended how, std::string_view reason,
                    std::string_view consumer);
   enum class Try { claimed, gone, ended, too_large };

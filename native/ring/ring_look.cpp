@@ -269,13 +269,6 @@ std::uint64_t Ring::pending() {
 
 // --- keeping and removing ------------------------------------------------------------------------
 
-bool Ring::keep() {
-  require_open();
-  const std::lock_guard hold(locks_mutex_);
-  if (!keeper_) keeper_ = try_keep(fd());
-  return keeper_;
-}
-
 bool Ring::keeper_alive() const {
   require_open();
   const std::lock_guard hold(locks_mutex_);

@@ -238,7 +238,6 @@ TEST(a_name_is_removed_only_by_the_last) {
   CHECK(!Segment::unlink_if_dead(f.guard.name));
   f.ring->close();
   CHECK(!reader->keeper_alive());
-  CHECK(reader->keep() && reader->keeper_alive());
   CHECK(reader->unlink_if_last());
   CHECK(!reader->unlink_if_last());
   CHECK(refused(Fault::not_found, [&] { Ring::attach(f.guard.name, Role::reader, false); }));
