@@ -13,13 +13,15 @@
  * word, then the pin, and may be killed in between. L ends the claims of a connection that is silent, by the same rule.
  *
  * A connection breaks at any point; a FINISH on its way may still reach L. Its client then asks: revoke, then look at the
- * note; while that is undecided the consume is in question, and is asked again. M may be stopped for good. Killed owners
+ * note; while that is undecided the consume is in question, and is asked again. Where nothing is left, L asks a client to
+ * come again: the entry of its connection is lost, and what it still asks for over the same one goes into a second entry,
+ * while a writer that takes the ring over may publish anew. M may be stopped for good. Killed owners
  * come back once they are reclaimed. What nobody reads any more is set to zero, so that it makes no further states: so the
  * entry of a connection is that of the present one, whose client asks.
  *
  * Defines: RANKS (1 or 2) MAXGEN CONNECTIONS MAXATTEMPTS are sizes; NO_MAPPED and NO_NETWORK leave out one trainer; LEASE
- * has M and the connections ask for a lease; DISCARD allows it; ENDS has M end deliveries that it finds too old; MUT_*
- * plants a fault, with MUTANT. */
+ * has M and the connections ask for a lease; DISCARD allows it; ENDS has M end deliveries that it finds too old; AGAIN
+ * has L ask clients to come again; MUT_* plants a fault, with MUTANT. */
 
 #ifndef RANKS
 #define RANKS 1
@@ -77,6 +79,7 @@ byte con_of;                    /* for which connection L claims */
 #define REFUSED   3
 byte con, note, note_gen, note_attempts, answer, claim_gen, claim_attempts;
 bool up, quiet, sent[CONNECTIONS], revoked[CONNECTIONS];
+bool lost;                      /* the present connection has an entry that is lost, before the one with its notes */
 #define UP(c) (up && c == con)
 
 /* ghosts */
@@ -292,6 +295,9 @@ end:
   :: d_step { !dead[L] && at[L] == HOLDING && (!UP(con_of) || quiet) -> DROP(L, L, RL); ANSWER(REFUSED); sent[con_of] = false;
        at[L] = LEAVING; printf("L ends the claim of connection %d\n", con_of) }
   :: d_step { !dead[L] && at[L] == LEAVING -> LEAVE(L, L) }
+#ifdef AGAIN
+  :: d_step { !dead[L] && !calm && at[L] == RESTING && FREE && up && !lost -> lost = true; printf("connection %d is to come again\n", con) }
+#endif
   :: d_step { !dead[L] && sent[con] && (at[L] == RESTING || con_of != con) -> sent[con] = false; answer = REFUSED }  /* it ended */
   LATE_DROP(L, L, RL)
   :: d_step { !dead[L] && !calm -> dead[L] = true; holds[L] = false; up = false; sent[con_of] = false; sent[con] = false;
@@ -404,10 +410,15 @@ inline tell(what) {
   told_no = (what == REFUSED && at[L] != RESTING && ticket[L] == claim_gen && number[L] == claim_attempts);
   claim_gen = 0; claim_attempts = 0; answer = NONE; quiet = false
 }
+#ifdef MUT_ASKS_THE_FIRST_ENTRY
+#define NOTED_FOR_IT (!lost && note_gen == claim_gen && note_attempts == claim_attempts)
+#else
+#define NOTED_FOR_IT (note_gen == claim_gen && note_attempts == claim_attempts)
+#endif
 #ifdef MUT_IN_QUESTION_IS_NO
 #define STILL_UNDECIDED false
 #else
-#define STILL_UNDECIDED (note == UNDECIDED && note_gen == claim_gen && note_attempts == claim_attempts)
+#define STILL_UNDECIDED (note == UNDECIDED && NOTED_FOR_IT)
 #endif
 
 proctype Client() {
@@ -426,13 +437,13 @@ end:
 #endif
   :: d_step { is == ASKING && !STILL_UNDECIDED ->
        if
-       :: note == ACCEPTED && note_gen == claim_gen && note_attempts == claim_attempts -> tell(ACCEPTED)
+       :: note == ACCEPTED && NOTED_FOR_IT -> tell(ACCEPTED)
        :: else -> tell(REFUSED)
        fi;
        is = BROKEN }
   :: d_step { is == BROKEN && con + 1 < CONNECTIONS ->
        if :: at[L] == RESTING || con_of != con -> sent[con] = false; revoked[con] = false :: else fi;
-       note = NONE; note_gen = 0; note_attempts = 0; answer = NONE; quiet = false;
+       note = NONE; note_gen = 0; note_attempts = 0; answer = NONE; quiet = false; lost = false;
        con++; up = true; is = IDLE }
   :: d_step { up && !calm -> up = false; printf("connection %d breaks\n", con) }
 #ifdef LEASE
