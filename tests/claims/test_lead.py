@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from helpers import eventually, in_thread
 from store_proxy import HangingStore
 
 from transport import FoundRings, SharedRingBuffer
+from transport.claims import lead as module
 from transport.claims.lead import Lead, LeadSaid
+from transport.claims.notices import Notice
 from transport.claims.places import OnThisHost
 from transport.store.memory import MemoryStore
 
@@ -46,3 +50,26 @@ def test_a_wait_for_a_claim_looks_again_when_one_is_made_and_not_before(
         claim = taker.native.claim_batch(1, 0.0, rank=0, oldest_version=None, most_attempts=0, consumer="")
         waiting.join()
         assert turns == [True] and len(claim) == 1
+
+
+def test_a_rollout_waits_as_long_as_its_planner_is_heard(
+    prefix: str, ring: SharedRingBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, left = 100.0, [2, 2, 2, 1]
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(module, "_REPEAT_S", 0.0)
+    with FoundRings(OnThisHost(prefix)) as rings, FoundRings(OnThisHost(prefix)) as planners:
+        said, latest = LeadSaid(planners, 0), rings.latest
+        said.say(2)
+        lead = Lead(rings, ring, most=1, readers=1)
+
+        def heard(topic: str, newer_than: int | None = None, timeout_s: float = 0.0) -> Notice | None:
+            nonlocal now
+            if newer_than is not None:
+                now += 0.9 * module._ALONE_S
+                said.again()
+                said.say(left.pop(0))
+            return latest(topic, newer_than, timeout_s)
+
+        monkeypatch.setattr(rings, "latest", heard)
+        assert lead.wait(None) and left == []

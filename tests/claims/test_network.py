@@ -20,6 +20,7 @@ from patience import PATIENCE
 from transport import FoundRings, SharedRingBuffer, UCXXServer
 from transport.claims import network
 from transport.claims.batch import ClaimedRows
+from transport.claims.connection import ClaimConnection
 from transport.claims.mapped import RingsOfHost
 from transport.claims.network import NetworkSource
 from transport.claims.places import OnThisHost
@@ -157,6 +158,47 @@ def test_what_came_for_a_trainer_that_asks_for_nothing_any_more_goes_to_another_
             came = some(other, 1)
             assert consume(came) == [True]
             assert consume(held) == [True]
+
+
+def test_what_came_for_an_idle_rank_goes_to_another_trainer_though_a_rank_beside_it_asks(
+    prefix: str, ring: SharedRingBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(2):
+        ring.write_raw(bytes([number]), readers=2)
+    monkeypatch.setenv("TRANSPORT_WIRES", ",".join(NETWORK))
+    with FoundRings(OnThisHost(prefix)) as other:
+        monkeypatch.setenv("TRANSPORT_CLAIM_LEASE_S", "0.3")
+        with FoundRings(OnThisHost(prefix)) as rings:
+            held = some(rings, 1, rank=1)  # the other payload came with it
+            eventually(lambda: ring.native.depth(1)["claimed"] == 2)
+
+            def came() -> list[Claimed]:
+                consume(take(rings, 1, rank=0))
+                return take(other, 1, rank=1)
+
+            eventually(lambda: consume(came()) == [True], "it goes back, and comes")
+            assert len(held) == 1
+
+
+def test_every_ring_elsewhere_hears_that_the_holder_of_its_claims_lives(
+    prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renewed = set()
+    renew = ClaimConnection.renew
+
+    def tells(connection: ClaimConnection) -> None:
+        renewed.add(connection.ring)
+        renew(connection)
+
+    monkeypatch.setattr(ClaimConnection, "renew", tells)
+    monkeypatch.setenv("TRANSPORT_WIRES", ",".join(NETWORK))
+    monkeypatch.setenv("TRANSPORT_CLAIM_LEASE_S", "0.4")
+    with ring_of(prefix) as first, ring_of(prefix) as second, FoundRings(OnThisHost(prefix)) as rings:
+        for each in (first, second):
+            each.write_raw(b"one")
+        held = some(rings, 2)
+        eventually(lambda: renewed == {first.ring_id, second.ring_id})
+        assert sum(map(len, held)) == 2
 
 
 # --- what nothing refers to any more ----------------------------------------------------------------------

@@ -158,6 +158,16 @@ def test_a_place_that_is_lost_is_tried_again_after_a_pause_that_doubles() -> Non
     assert takers.next_due(2.0) == 2.2
 
 
+def test_a_place_that_answers_is_paused_for_the_first_time_only_at_its_next_failure() -> None:
+    takers = opened(12, 4, "a")
+    takers.step(0.0)
+    takers.refused("a", 0.0)
+    assert asked(takers, 0.1) == {"a": (4, True)}
+    takers.answered("a", 4, full=True)
+    takers.lost("a", 1.0)
+    assert takers.next_due(1.0) == 1.1
+
+
 def test_a_place_that_vanishes_is_closed_when_it_has_no_demand() -> None:
     takers = opened(12, 4, "a", "b")
     takers.step(0.0)

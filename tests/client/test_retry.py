@@ -74,6 +74,10 @@ def test_a_pause_beyond_the_deadline_is_not_begun() -> None:
     assert not caught.value.retryable  # no outer layer tries again
 
 
+def test_a_pause_that_ends_before_the_deadline_is_begun() -> None:
+    assert plan(deadline=Deadline(1.26)).failed(UnreachableError("slow"), 1.0) == 0.25
+
+
 def test_a_deadline_that_passes_later_leaves_the_failure_before_it_as_the_cause() -> None:
     retry, failure = plan(), UnreachableError("slow")
     retry.failed(failure, 1.0)

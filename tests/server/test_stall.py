@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import time
+from types import SimpleNamespace
+
 import msgspec
 import pytest
 from helpers import asynchronous, listener_pids, until
 from loopback import IPV6, LOOPBACK
+from scripted_peer import Stage
 from supervised import LOCAL, QUICK, read_all, write
 
 from transport import SharedRingBuffer, UCXXClient, UCXXServer
+from transport.server import listener as listener_module
 from transport.server.listener import StallDetector
 from transport.wire.ucx import Worker
 from transport.wires import settings_for
@@ -31,6 +36,31 @@ def test_a_message_of_any_client_in_between_is_no_stall() -> None:
 def test_clients_that_leave_at_once_do_not_count() -> None:
     detector = StallDetector()
     assert not any(detector.silent(began, began + 0.9, 0.0) for began in range(10, 30))
+
+
+@pytest.mark.ucx
+@asynchronous
+async def test_silent_connections_are_no_stall_while_an_admitted_client_is_heard(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    restarts: list[str] = []
+    with SharedRingBuffer.create(slots=1, slot_bytes=64) as ring:
+        async with Stage(ring) as stage:
+            listener = stage.listener
+            listener._restart = restarts.append
+            peer = await stage.connected()
+            began = time.monotonic()
+            await peer.settled()
+            heard = time.monotonic()
+            later = SimpleNamespace(monotonic=lambda: heard + 5.0)
+            with monkeypatch.context() as patched:
+                patched.setattr(listener_module, "time", later)
+                for _ in range(3):
+                    listener.silent(began)
+                assert restarts == []
+                for _ in range(3):
+                    listener.silent(heard)
+            assert len(restarts) == 1
 
 
 @pytest.mark.ucx
