@@ -11,6 +11,7 @@ from packers import FAST, SCHEMA, Packer, Worker, collected, write
 
 from transport.client.payload import ReadOutcome
 from transport.errors import ConnectionLostError, RetriesExhaustedError, StaleSlotError
+from transport.packer import mixin
 from transport.packer.mixin import FetchedBatch
 from transport.packer.options import ClientOptions
 from transport.settings import Settings
@@ -85,6 +86,13 @@ def test_a_final_error_is_tried_once(worker: Worker) -> None:
 def test_a_later_round_reads_only_what_failed(worker: Worker) -> None:
     batch, calls = fetched(worker, [0, 2, 1])
     assert (calls, batch.rounds, batch.failures) == ([1, 3, 2], 2, [])
+
+
+def test_each_round_waits_longer_than_the_one_before(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    failures: list[int] = []
+    monkeypatch.setattr(mixin, "backoff", lambda rounds, *_: failures.append(rounds) or 0.0)
+    fetched(worker, [ALWAYS])
+    assert failures == list(range(1, FAST.rounds_per_batch))
 
 
 def test_no_round_begins_that_would_end_its_pause_after_the_deadline(worker: Worker) -> None:

@@ -11,6 +11,7 @@ import textwrap
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,26 @@ def test_a_written_trajectory_is_in_the_ring_by_its_ticket(worker: Worker) -> No
     assert ticket.metadata == {"reward": 2.5}
     assert len(ticket.ports) == 1
     assert ticket.addresses
+
+
+def test_the_time_of_a_call_that_writes_many_is_that_of_all_of_them(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, left = 100.0, []
+    monkeypatch.setattr(rollout, "time", SimpleNamespace(monotonic=lambda: now))
+    written = worker._written
+
+    def slowly(write: Any, timeout_s: float | None) -> Any:
+        nonlocal now
+        left.append(timeout_s)
+        now += 4.0
+        for ticket in worker.ring.tickets():
+            worker.ring.acknowledge(ticket)
+        return written(write, timeout_s)
+
+    monkeypatch.setattr(worker, "_written", slowly)
+    assert len(worker.write_many_to_buffer([VALUES] * (2 * worker.ring.slot_count), timeout_s=10.0)) == 8
+    assert left == [10.0, 6.0]
 
 
 def test_one_payload_that_does_not_fit_writes_none_of_its_call(worker: Worker) -> None:

@@ -128,6 +128,13 @@ def test_a_group_that_will_not_complete_is_given_up_or_short(short: bool, over: 
     assert [each.group.name for each in given_up] == ([] if short else ["g"])
 
 
+def test_a_group_waits_from_its_first_sample_on_however_many_come_meanwhile() -> None:
+    made = assembly(timeout_s=60.0)
+    for number, now in ((1, 0.0), (2, 50.0)):
+        made.add(sample(number, of=3), now)
+    assert [each.reason for each in made.turn(60.0, False, None)] == ["incomplete"]
+
+
 def test_a_group_with_a_sample_that_is_too_old_is_stale() -> None:
     made = assembly()
     made.add(sample(1, "old", 2, version=3), 0.0)

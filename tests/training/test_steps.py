@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -20,7 +21,7 @@ import numpy as np
 import pytest
 from claimed import claim_each
 from found_rings import LONG_S, ring_of
-from helpers import PATIENCE_S, Child, cut_connections, eventually, in_thread, on_loop
+from helpers import PATIENCE_S, Child, asynchronous, cut_connections, eventually, in_thread, on_loop
 from holdings import held_by, holding_of
 from interrupted_lines import at_each_line, interrupts
 
@@ -42,13 +43,14 @@ from transport.group import end_of, in_group, returned
 from transport.packer.consumed_record import ConsumedRecord
 from transport.store.base import Entry
 from transport.store.memory import MemoryStore
-from transport.training import planner
+from transport.training import planner, step_reader
 from transport.training.counts import StepCounts
 from transport.training.holding import Holding
 from transport.training.learned import Learned
 from transport.training.mesh import Mesh
 from transport.training.micro_batch import MicroBatch
 from transport.training.planner import Planner, StepTerms
+from transport.training.step_reader import StoreAway
 from transport.training.step_records import PlannedPart, PlannedStep, StepRecords
 from transport.training.steps import Step
 from transport.training.trainer import Trainer
@@ -306,6 +308,30 @@ def test_a_rollout_holds_its_own_groups_back_while_nobody_plans(prefix: str, wir
             assert rings.latest("lead.0", timeout_s=LONG_S) is not None
             eventually(lambda: rollout.wait_turn(0.0), "one step waits")
         assert rollout.wait_turn(0.0) and not has_turn_behind("p2")  # two groups are one
+
+
+def test_a_rollout_that_is_one_of_two_holds_its_share_of_a_step_back(
+    prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planner, "_RENEW_S", 0.0)
+    with (
+        Rollout(SCHEMA, f"rings:{prefix}", ahead=1, mode="thread", drain_s=0) as rollout,
+        Rollout(SCHEMA, f"rings:{prefix}", mode="thread", drain_s=0),
+    ):
+        with trainer_of(prefix) as trainer, open_rings(f"rings:{prefix}") as rings:
+            steps = trainer.steps(2)
+
+            def share() -> int:
+                notice = rings.latest("lead.0", timeout_s=LONG_S)
+                assert notice is not None
+                return lead._said_in(notice).share
+
+            eventually(lambda: share() == 1, "the planner has found both rings")
+            assert rollout.wait_turn(0.0)
+            del steps
+        for group, has_turn in (("p0", True), ("p1", False)):  # of another ring there would be one more of the step
+            rollout.write({"tokens": [1]}, group=group, of=1, timeout_s=0.0)
+            assert rollout.wait_turn(0.0) is has_turn
 
 
 PLANNER = """
@@ -803,6 +829,21 @@ def planner_of(holding: Holding, records: StepRecords) -> Planner:
     )
 
 
+def test_each_step_waits_as_long_for_rings_that_nobody_answers_for(
+    prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(planner, "time", SimpleNamespace(monotonic=lambda: now))
+    lost = [("a ring that is gone", 0, 1)]
+    with MemoryStore() as store, holding_of(prefix, "mapped") as holding:
+        led = planner_of(holding, StepRecords(store, "mesh", 0, 1, 60.0))
+        assert not led._gone(0, lost)
+        now += planner._GONE_S - 1.0
+        assert not led._gone(1, lost)
+        now += 1.0
+        assert led._gone(0, lost) and not led._gone(1, lost)
+
+
 def test_a_planner_that_another_rank_follows_leaves_to_that_one_what_comes(
     ring: SharedRingBuffer, prefix: str, wire: str
 ) -> None:
@@ -1139,6 +1180,31 @@ def test_a_planner_whose_leave_was_interrupted_leaves_with_the_next_call(monkeyp
         assert ranks[1].lead()
 
 
+def test_an_end_is_seen_by_everybody_when_every_rank_has_said_so() -> None:
+    with MemoryStore() as store:
+        ranks = [StepRecords(store, "mesh", rank, 2, 60.0) for rank in range(2)]
+        assert ranks[0].lead()
+        ranks[0].end(0, [])
+        for each in ranks:
+            assert not ranks[0].everybody_has_seen(0)
+            each.has_seen_the_end(0)
+        assert ranks[0].everybody_has_seen(0)
+
+
+def test_a_step_waits_for_the_vote_of_every_rank_of_its_mesh() -> None:
+    with MemoryStore() as store:
+        ranks = [StepRecords(store, "mesh", rank, 4, 60.0) for rank in range(4)]
+        assert ranks[0].lead() and ranks[0].plan(PlannedStep(0), [PlannedPart()])
+        for vote, before, after in (
+            (StepRecords.has_read, "planned", "go"),
+            (StepRecords.has_learned, "go", "consumed"),
+        ):
+            for each in ranks:
+                assert each.states([0]) == [before]
+                vote(each, 0)
+            assert ranks[0].states([0]) == [after]
+
+
 @pytest.mark.parametrize(("learned", "state"), [((), "planned"), ((1,), "go")])
 def test_a_step_that_a_rank_has_learned_is_not_read_again_by_all_when_another_rank_starts_again(
     learned: Sequence[int], state: str
@@ -1179,6 +1245,25 @@ def test_a_step_that_a_rank_learns_while_another_takes_its_vote_back_is_not_read
         monkeypatch.setattr(store, "get_many", learned_behind_the_look)
         again.take_back_vote(0)
         assert again.states([0]) == ["go"]
+
+
+@asynchronous
+async def test_the_time_for_which_a_store_may_be_away_begins_anew_when_it_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(step_reader, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(step_reader, "_AGAIN_S", 0.0)
+    away, error = StoreAway(10.0), StoreUnavailableError("it is away")
+    await away.failed(error)
+    now += 9.0
+    away.answered()
+    await away.failed(error)
+    now += 9.0
+    await away.failed(error)
+    now += 1.0
+    with pytest.raises(StoreUnavailableError):
+        await away.failed(error)
 
 
 class Renewing(MemoryStore):
