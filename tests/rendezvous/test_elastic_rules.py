@@ -83,6 +83,23 @@ def test_work_that_is_ending_is_not_begun_again_for_a_newcomer(run: SimulatedRun
     assert [each.exit_code for each in (*members, spare)] == [0, 0, 0]
 
 
+def test_a_spare_that_has_waited_for_long_is_waited_for_when_a_round_begins(tmp_path: Path) -> None:
+    with SimulatedRun(tmp_path, msgspec.structs.replace(RULES, most=2)) as run:
+        members = a_pair(run)
+        spare = run.joined(1)[0]
+        run.run(2 * RULES.lease_s)
+        spare.frozen = True
+        members[1].do(members[1].session.leave)
+        members[1].alive = False
+        for _ in range(4):
+            run.run(1)
+            again(members)
+        assert (run.round().number, run.round().phase) == (2, RoundPhase.OPEN)
+        spare.frozen = False
+        run.run(3)
+        assert ranks([members[0], spare]) == [0, 1]
+
+
 def test_growth_does_not_fail_a_run_that_has_no_rounds_left() -> None:
     snapshot = RoundSnapshot(
         Round(incarnation="x", number=4, phase=RoundPhase.RUNNING, term=1, host="a", least=1, most=3),

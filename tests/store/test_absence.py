@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from helpers import until
 
 from transport.errors import PayloadLostError, UnreachableError
 from transport.store.directory import Directory, Finder, Serving
@@ -47,6 +48,16 @@ def test_an_absence_goes_on_between_reads_while_the_ring_is_looked_for_but_not_f
     assert places.watched(460.0) == []  # nobody reads from it any more
 
 
+def test_a_ring_that_is_there_again_ends_no_absence_but_its_own() -> None:
+    gone, back, places = a_ticket(), a_ticket(), a_finder()
+    for ticket in (gone, back):
+        assert places.found(ticket, None, 100.0) is None
+    places.looked([gone.ring, back.ring], {gone.ring}, 110.0)
+    assert places.watched(110.0) == [gone.ring]
+    with pytest.raises(PayloadLostError):
+        places.found(gone, None, 120.0)
+
+
 def test_of_more_absent_rings_than_are_remembered_the_longest_known_is_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -75,6 +86,20 @@ def test_a_finder_looks_for_absent_rings_until_they_are_there_or_it_ends() -> No
         assert [task.cancelled() for task in looking] == [True]
         assert await finder.after(ticket, UnreachableError("away")) is None
         assert not [task for task in asyncio.all_tasks() if task.get_name() == "transport directory"]
+
+    asyncio.run(run())
+
+
+def test_an_absent_ring_is_looked_for_more_often_than_its_record_lasts() -> None:
+    async def run() -> None:
+        ticket = a_ticket()
+        finder = Finder(Directory(MemoryStore(), lease_s=0.15), grace_s=0.4)
+        assert await finder.after(ticket, UnreachableError("away")) is None
+        absence = finder._absent[ticket.ring]
+        await until(lambda: absence.seen >= absence.since + 0.4, "one absence, as long as the grace")
+        with pytest.raises(PayloadLostError):
+            await finder.after(ticket, UnreachableError("away"))
+        finder.end()
 
     asyncio.run(run())
 

@@ -9,7 +9,7 @@ import secrets
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from helpers import asynchronous
+from helpers import asynchronous, eventually, in_thread
 from shard_members import MODEL, checksum_of
 from sharded_models import TRAINERS, WORKERS, Model, Training, of_training, together
 
@@ -30,10 +30,12 @@ from transport.errors import (
     WeightsError,
     WeightsTimeoutError,
 )
-from transport.store.base import ABSENT, Store
+from transport.store.base import ABSENT, Change, Store
+from transport.store.memory import MemoryStore
 from transport.store.open import open_store
+from transport.store.stored import encode
 from transport.weights import barrier_rank
-from transport.weights.attempts import NO_ATTEMPT, Attempt, AttemptPhase
+from transport.weights.attempts import NO_ATTEMPT, Attempt, AttemptPhase, reach
 from transport.weights.barrier import UpdateBarrier
 from transport.weights.barrier_rank import BarrierRank, _unless
 from transport.weights.rank_shards import RankShards, described, of_dtensors
@@ -355,6 +357,27 @@ class Cut:
 
     def __exit__(self, *_: object) -> None:
         self._store.close()
+
+
+def test_a_rank_that_waits_says_again_and_again_that_it_has_come_so_far(
+    barrier: UpdateBarrier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Counting(MemoryStore):
+        said = 0
+
+        def _put_many(self, changes: Sequence[Change]) -> list[int] | None:
+            self.said += any(change.lease_s for change in changes)
+            return super()._put_many(changes)
+
+    monkeypatch.setattr("transport.weights.barrier.LOOK_S", 0.01)
+    attempt = Attempt(name="first", version=1, phase=AttemptPhase.SENDING)
+    rank: Any = SimpleNamespace(name="receiver 0", attempt=attempt, leads=False, sends=False, rank=0)
+    with Counting() as store:
+        store.put(barrier._key, encode(attempt))
+        _, waiting = in_thread(lambda: barrier._agree(store, rank, AttemptPhase.LANDED, lambda: None))
+        eventually(lambda: store.said > 2, "it says so")
+        barrier._advance(store, reach("first", AttemptPhase.LANDED))
+        waiting.join()
 
 
 @pytest.mark.nightly(keep=1)

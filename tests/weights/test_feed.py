@@ -10,11 +10,11 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 import uvloop
-from helpers import asynchronous, ended, until
+from helpers import PATIENCE_S, asynchronous, ended, until
 
 from transport.errors import ParentLostError
 from transport.weights.transfer.feed import Feed, Upstream, _next
-from transport.weights.transfer.messages import FeedHello, Start, encode
+from transport.weights.transfer.messages import Alive, FeedHello, FeedWelcome, Start, encode
 
 
 @asynchronous
@@ -182,6 +182,24 @@ async def test_a_child_that_takes_a_long_message_slowly_is_not_dropped(monkeypat
             assert feed.children == {"child"}
             assert len(taken) > 4 << 20, "it was looked at several times"
     finally:
+        await feed.close()
+
+
+@asynchronous
+async def test_every_child_hears_that_its_parent_lives() -> None:
+    feed = Feed(lambda _: None, stall_s=0.1)
+    await feed.open("127.0.0.1")
+    children = []
+    try:
+        for name in "ab":
+            children.append(await asyncio.open_connection("127.0.0.1", feed.port))
+            children[-1][1].write(encode(FeedHello(feed.token, name)))
+        for reader, _ in children:
+            heard = [(await _next(reader, PATIENCE_S))[0] for _ in range(3)]
+            assert [type(each) for each in heard] == [FeedWelcome, Alive, Alive]
+    finally:
+        for _, each in children:
+            each.close()
         await feed.close()
 
 
