@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -346,6 +347,42 @@ async def test_a_destination_that_comes_back_gets_its_checkpoint(cooling: Run, m
     assert (await taking).part is Part.WON
     assert (await leading).outcome is Outcome.CHECKPOINTED
     cooling.check_restored(7)
+
+
+@asynchronous
+async def test_an_upload_that_fails_again_is_repeated_after_twice_the_time_up_to_a_bound(
+    cooling: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class EnoughError(Exception): ...
+
+    pauses: list[float] = []
+
+    async def noted(pause_s: float) -> None:
+        pauses.append(pause_s)
+        if len(pauses) == 7:
+            raise EnoughError
+
+    async def fails(*_: object) -> None: ...
+
+    client = cooling.client("a")
+    monkeypatch.setattr(client, "_attempted", fails)
+    monkeypatch.setattr(client_module, "asyncio", SimpleNamespace(sleep=noted))
+    await cooling.host().open(7)
+    with pytest.raises(EnoughError):
+        await client._carry(cooling.record(7))
+    assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
+
+
+@asynchronous
+async def test_a_verification_begins_when_others_have_left_it_a_place(cooling: Run) -> None:
+    begun: list[str] = []
+    report = UploadReport(run="run", epoch=7, client="a", kind=ReportKind.UPLOADED, attempt="0" * 16)
+    places = asyncio.Semaphore(1)
+    async with places:
+        verdict = asyncio.create_task(cooling.host()._verdict(report, lambda: begun.append("it"), places))  # type: ignore[arg-type,func-returns-value]
+        await until(lambda: places._waiters or begun)
+        assert not begun
+    assert (await verdict)[0] == report and begun == ["it"]
 
 
 @asynchronous

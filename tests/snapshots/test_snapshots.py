@@ -848,6 +848,16 @@ def test_a_part_of_a_snapshot_that_is_under_way_is_not_removed(
     assert list(steps(str(place))) == [40]
 
 
+def test_a_snapshot_is_under_way_from_when_the_last_of_its_parts_was_begun(ring: SharedRingBuffer, place: Path) -> None:
+    written(ring, [1])
+    attempt = new_attempt()
+    with given_rings(ring) as queue:
+        for part in (1, 2):  # the first one, which waits for them, has not begun
+            saved_of(ring, place, part)
+            snapshot(queue, str(place), 50, part=(part, 3), attempt=attempt).wait(60)
+    assert prune(str(place), 2) == []
+
+
 def test_an_upload_that_a_later_one_has_overtaken_is_pruned_whole_or_complete(
     ring: SharedRingBuffer, slow: Held, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from helpers import asynchronous
 
-from transport.errors import WeightsChecksumError
+from transport.errors import WeightsChecksumError, WeightsTimeoutError
 from transport.weights import updating
 from transport.weights.plan.steps import Limits, VersionProof
 from transport.weights.updating import Run
@@ -90,3 +91,38 @@ async def test_a_replica_that_failed_for_another_reason_is_not_asked_for_the_who
     assert run.proofs == {"well": VERSION, "wrong": VERSION}
     assert [each.member for each in run.failures] == ["full"]
     assert [each.prepared for each in (well, wrong, full)] == [2, 2, 1]
+
+
+@asynchronous
+async def test_a_whole_version_behind_its_changes_has_the_time_that_these_have_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(updating, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(
+        updating,
+        "build_topology",
+        lambda senders, replicas, _, whole: ({"base": [1] * senders}, {"base": [None] * replicas}),
+    )
+
+    class Slow(Lands):
+        async def prepare(self) -> dict[str, Any]:
+            nonlocal now
+            now += 60.0
+            return await super().prepare()
+
+    replicas: dict[str, Any] = {"slow": Slow("slow", WeightsChecksumError("of the changes"))}
+    run = Run(
+        {"trainer": Sends()},  # type: ignore[dict-item]
+        replicas,
+        2,
+        policy="restore",
+        limits=Limits(total=100.0),
+        on_step=lambda *_: None,
+        whole=False,
+        old=dict.fromkeys(replicas),
+        pausing=lambda _: None,
+    )
+    await run.drive()
+    assert run.fell_back
+    assert [type(each.error) for each in run.failures] == [WeightsTimeoutError]
