@@ -18,7 +18,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import eventually
+from helpers import Child, eventually
 from redis_server import needs_redis, redis_server
 
 from transport import Rollout, Schema, SharedRingBuffer, Ticket, UpTo, _ring
@@ -236,22 +236,32 @@ def test_reclaim_leaves_a_living_writers_segment(capsys: pytest.CaptureFixture[s
         assert ring.name in _ring.segments()
 
 
+# Maps a file until it is told to end.
+MAPS = """
+import mmap, sys
+with open(sys.argv[1], "r+b") as file, mmap.mmap(file.fileno(), 4096):
+    print("mapped", flush=True)
+    sys.stdin.readline()
+"""
+
+
 def test_reclaim_removes_what_ucx_left_of_killed_processes_and_nothing_that_is_mapped(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    left, mapped, fresh = (Path(f"/dev/shm/ucx_shm_posix_{secrets.token_hex(8)}") for _ in range(3))
+    paths = left, here, elsewhere, _ = [Path(f"/dev/shm/ucx_shm_posix_{secrets.token_hex(8)}") for _ in range(4)]
     try:
-        for path in (left, mapped, fresh):
+        for path in paths:
             path.write_bytes(bytes(4096))
-        for path in (left, mapped):
+        for path in (left, here, elsewhere):
             os.utime(path, (1.0, 1.0))
-        with mapped.open("r+b") as file, mmap.mmap(file.fileno(), 4096):
-            assert run(["reclaim", "--dry-run", left.name, mapped.name, fresh.name]) == 0
+        with here.open("r+b") as file, mmap.mmap(file.fileno(), 4096), Child(MAPS, str(elsewhere)) as child:
+            assert child.line() == "mapped"
+            assert run(["reclaim", "--dry-run", *(path.name for path in paths)]) == 0
             assert left.exists() and left.name in capsys.readouterr().out
-            assert run(["reclaim", left.name, mapped.name, fresh.name]) == 0
-        assert not left.exists() and mapped.exists() and fresh.exists()
+            assert run(["reclaim", *(path.name for path in paths)]) == 0
+        assert [path.exists() for path in paths] == [False, True, True, True]  # the last one is young
     finally:
-        for path in (left, mapped, fresh):
+        for path in paths:
             path.unlink(missing_ok=True)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import asynchronous, until
+from helpers import PATIENCE_S, asynchronous, until
 
 from transport.client.payload import ReadPayload
 from transport.devices import completions as completions_module
@@ -97,6 +97,18 @@ async def test_a_payload_above_the_bound_gets_a_block_alone_and_it_is_not_kept()
     assert block.nbytes == staging.bytes == 1 << 20
     staging.give_back(block)
     assert staging.bytes == 0
+
+
+@asynchronous
+async def test_a_large_block_that_comes_back_is_room_for_several() -> None:
+    staging = Pool(64 << 10)
+    large = await staging.take(64 << 10)
+    waiting = [asyncio.ensure_future(staging.take(4096)) for _ in range(2)]
+    await asyncio.sleep(0)
+    assert not any(each.done() for each in waiting)
+    staging.give_back(large)
+    async with asyncio.timeout(PATIENCE_S):
+        assert [block.nbytes for block in await asyncio.gather(*waiting)] == [4096, 4096]
 
 
 @asynchronous

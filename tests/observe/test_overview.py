@@ -19,7 +19,7 @@ import pytest
 from helpers import Child, stop
 
 from transport import BlockingClient, SharedRingBuffer, UCXXServer
-from transport.cli import run
+from transport.cli import run, top
 from transport.client import status_socket
 from transport.observe import overview
 
@@ -111,6 +111,17 @@ def test_rates_are_differences_over_time() -> None:
         assert overview.rates(overview.look([]), after) == {}
 
 
+def test_every_listener_without_a_heartbeat_is_named() -> None:
+    ages = {7001: 0.1, 7002: 60.0, 7003: 60.0}
+    listeners = [
+        overview.ListenerView(port=port, pid=number, heartbeat_age_s=age)
+        for number, (port, age) in enumerate(ages.items(), 1)
+    ]
+    view = overview.RingView(name="/transport-any", listeners=tuple(listeners))
+    named = [{port for port in ages if str(port) in line} for line in top._processes(view, "\n").splitlines()]
+    assert {7002, 7003} in named and {7001, 7002, 7003} in named
+
+
 def test_a_ring_that_is_gone_is_left_out_and_looking_removes_none() -> None:
     assert overview.look(["/transport-test-that-never-was"]).rings == ()
     with SharedRingBuffer.create(slots=1, slot_bytes=64) as ring:
@@ -119,6 +130,19 @@ def test_a_ring_that_is_gone_is_left_out_and_looking_removes_none() -> None:
 
 
 # --- clients say of themselves ---------------------------------------------------------------------------
+def test_a_port_that_any_client_avoids_is_quarantined() -> None:
+    with BlockingClient() as client:
+        counted = client.statistics()
+    found = [
+        status_socket.ClientStatus(
+            pid=number, program="any", statistics=msgspec.structs.replace(counted, quarantined_ports=ports, retries=2)
+        )
+        for number, ports in enumerate([(), ("h:2", "h:1"), ("h:1", "h:3")])
+    ]
+    snapshot = overview.HostSnapshot(taken=0.0, monotonic_s=0.0, rings=(), clients=tuple(found))
+    assert (snapshot.quarantined, snapshot.retries) == (("h:1", "h:2", "h:3"), 6)
+
+
 def test_clients_of_other_processes_are_seen_until_they_end() -> None:
     with Child(CLIENT) as child:
         assert child.line() == "ready"

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
@@ -164,6 +165,23 @@ def test_a_writer_that_waits_for_long_says_once_who_keeps_its_slots(
         [claimed] = said(ring)
         assert f"reader {os.getpid()} holds 1" in claimed
         held.release()
+
+
+def test_a_writer_that_waits_again_and_again_and_goes_on_has_not_waited_for_long(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(logs, "time", SimpleNamespace(monotonic=lambda: now))
+    with SharedRingBuffer.create(slots=1, slot_bytes=10) as ring:
+        for waits in (1, 1, 1, 3):
+            assert not caplog.records
+            ticket = ring.write_raw(b"x")
+            for _ in range(waits):
+                with pytest.raises(RingFullError):
+                    ring.write_raw(b"x", timeout_s=0.0)
+                now += 0.6 * logs.LOOK_S
+            ring.discard(ticket)
+        assert len(caplog.records) == 1
 
 
 def test_overwriting_takes_the_oldest_payload_that_nobody_reads_and_counts_it() -> None:

@@ -21,6 +21,7 @@ from transport import _ring
 from transport.errors import SchemaError
 from transport.ring.packing import flat, pack_into
 from transport.schema import Schema, UpTo
+from transport.values import encoding
 from transport.values.decoding import value_of
 from transport.values.encoding import pieces_of, text_bytes
 from transport.values.forms import MAX_DEPTH, MAX_VALUES
@@ -142,6 +143,11 @@ def test_an_image_comes_back_equal(mode: str) -> None:
     assert found.info == image.info
 
 
+def test_as_many_images_come_back_as_a_value_has() -> None:
+    images = [Image.new("L", (1, 1), number) for number in range(MAX_DEPTH + 1)]
+    assert sent(images) == images
+
+
 @pytest.mark.parametrize("transparency", [3, bytes([255, 0, 128])])
 def test_an_image_with_a_palette_comes_back_with_its_transparency(transparency: Any) -> None:
     image = Image.new("P", (4, 2))
@@ -232,3 +238,14 @@ def test_a_value_that_is_written_can_be_read_whatever_forms_its_values_take() ->
     assert len(sent(most)) == len(most)
     with pytest.raises(SchemaError, match="at most 4194304"):
         pieces_of([*most, array], "x")
+
+
+def test_values_are_counted_of_all_containers_together_while_they_are_walked_through(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(encoding, "MAX_VALUES", 1000)
+    value: list[Any] = []
+    for _ in range(14):  # 14 lists, and 16384 on the way through them
+        value = [value, value]
+    with pytest.raises(SchemaError):
+        pieces_of(value, "field")
