@@ -240,6 +240,7 @@ class SimLink:
         secret: Any,
         settings: Settings,
         limit_s: float,
+        takes: bool = False,
     ) -> SimLink:
         """As the real one: connecting and shaking hands, within the limits."""
         world = cls.world
