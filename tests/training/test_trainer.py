@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from found_rings import LONG_S, here_and_elsewhere, ring_of
-from helpers import cut_connections, eventually, until
+from helpers import cut_connections, eventually, free, until
 from loopback import LOOPBACK
 
 from transport import FoundRings, Payload, Schema, SharedRingBuffer, UCXXServer, UpTo, open_rings
@@ -380,6 +380,19 @@ def test_a_batch_has_payloads_of_mapped_rings_and_of_those_elsewhere() -> None:
             assert names == {mapped.ring_id, other.ring_id}
             batch.consume()
             assert batch.accepted.all()
+
+
+def test_a_slot_beside_a_payload_from_elsewhere_is_free_though_nothing_comes_from_there_any_more() -> None:
+    with here_and_elsewhere() as (mapped, other, rings), Trainer(None, rings) as trainer:
+        mapped.write_raw(b"here")
+        other.write_raw(b"there")
+        taken(trainer, 2).consume()
+
+        def is_free() -> bool:
+            assert trainer.take(1) is None
+            return free(mapped)
+
+        eventually(is_free, "the slot of what was consumed")
 
 
 def test_two_threads_cannot_take_from_one_trainer(ring: SharedRingBuffer, prefix: str, wire: str) -> None:

@@ -679,14 +679,19 @@ class TrainerBook:
         return [part for part in parts if len(part)]
 
     def settle(self, most: int = 0) -> None:
-        """Wait for the answers of all batches but the last ``most``. After an interrupt the next call goes on."""
-        while len(self.unanswered) > most:
+        """Note the answers that are there, and wait for those of all batches but the last ``most``.
+
+        After an interrupt the next call goes on.
+        """
+        for batch in list(self.unanswered):
+            if len(self.unanswered) <= most and not batch.answered:
+                continue
             try:
-                self.unanswered[0].settle()
+                batch.settle()
             except TransportError:
-                self.unanswered.popleft()
+                self.unanswered.remove(batch)
                 raise
-            self.unanswered.popleft()
+            self.unanswered.remove(batch)
 
     def let_go_of_slots(self) -> None:
         """Let consumed batches go, to which a caller may refer while the next one is taken."""
