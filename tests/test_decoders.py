@@ -86,3 +86,35 @@ json_decoder(kind)
 def test_who_decodes_first_in_the_middle_of_an_examination_does_not_hang(how: str) -> None:
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", IN_THE_MIDDLE, how], timeout=60, check=False)
     assert done.returncode == 0
+
+
+# The order of the imports is the wrong one: what is registered last is called first.
+WHILE_IMPORTING = """
+import os, signal, threading
+import msgspec
+from transport.runtime.forks import unforked
+from transport.decoders import json_decoder
+
+signal.alarm(40)
+over = threading.Event()
+
+def first_use():
+    while not over.is_set():
+        with unforked:  # as while a module is imported that has a decoder
+            json_decoder(msgspec.defstruct("Other", [("x", int)]))
+
+other = threading.Thread(target=first_use)
+other.start()
+for _ in range(50):
+    if (child := os.fork()) == 0:
+        json_decoder(msgspec.defstruct("Other", [("x", int)]))
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+over.set()
+other.join()
+"""
+
+
+def test_a_fork_beside_a_first_use_under_the_lock_of_forks_does_not_hang() -> None:
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", WHILE_IMPORTING], timeout=60, check=False)
+    assert done.returncode == 0

@@ -9,5 +9,7 @@ from __future__ import annotations
 import os
 import threading
 
+import transport.decoders  # noqa: F401 - taken behind `unforked`, since registered before: imports under it make decoders
+
 unforked = threading.RLock()
 os.register_at_fork(before=unforked.acquire, after_in_parent=unforked.release, after_in_child=unforked.release)
