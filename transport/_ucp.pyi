@@ -223,5 +223,7 @@ class Connection:
         """UCX is out of the slots' memory before their pins go."""
     def join_takers(self) -> None:
         """Count it among the ring's takers, who are to hear the end, whether it asks for payloads or not."""
-    def expect_again(self) -> None:
-        """Expect the client behind `close` among the ring's takers, for the seconds in which it comes again."""
+    def part(self, *, again: bool) -> None:
+        """Give the client nothing more, who is asked to close.
+
+        again: expect it behind `close` among the ring's takers, for the seconds in which it comes again."""

@@ -74,7 +74,7 @@ void bind_serving(nb::module_& module) {
       .def("expire", &Connection::expire, "before"_a, nb::call_guard<GilReleased>())
       .def("close", &Connection::close, nb::call_guard<GilReleased>())
       .def("join_takers", &Connection::join_takers, nb::call_guard<GilReleased>())
-      .def("expect_again", &Connection::expect_again);
+      .def("part", &Connection::part, nb::kw_only(), "again"_a);
 }
 
 }  // namespace transport::ucp::python

@@ -335,6 +335,12 @@ void Connection::join_takers() {
   service_->open_taker(*this);
 }
 
+// What waits for a payload would get one that its client, who closes or has stopped, does not train on.
+void Connection::part(bool again) {
+  parts_ = true, again_ = again, waiting_ = 0;
+  service_->forget(*this);
+}
+
 // It takes payloads: when its next message comes depends on what is written, so that a spin for it does not pay.
 void Connection::expect_no_more() {
   if (std::exchange(expected_, false)) --service_->engine().expecting;

@@ -248,7 +248,7 @@ class Connection : public Deferred {
 
   void close();
   void join_takers();  // it is a trainer's, who is to hear the end
-  void expect_again() { again_ = true; }  // its client is asked to close, and comes again
+  void part(bool again);  // its client is asked to close, and is given nothing more; whether it comes again
 
   std::size_t attempts() const { return attempts_; }
   std::size_t unsent() const { return unsent_; }
@@ -316,7 +316,7 @@ class Connection : public Deferred {
   std::shared_ptr<Inbox> inbox_;  // UCX may be left with a receive that it never completes
   std::uint32_t tag_base_, client_base_;
   void* ended_ = nullptr;  // null once it was told
-  bool over_ = false, closed_ = false, again_ = false;
+  bool over_ = false, closed_ = false, parts_ = false, again_ = false;
   bool expected_ = true;  // its next message, soon: the engine spins for it
   const char* reason_ = "";
   std::uint32_t due_ = 0, posted_ = 0;  // message numbers

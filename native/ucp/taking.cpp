@@ -58,8 +58,9 @@ void Service::take(Connection& connection, std::uint32_t number, const Record& r
                 record.joined_most,
                 now,
                 now + record.generation * kMillisecond};
-  if (draining && ring_.drained()) return answer(demand, Code::ended);
-  if (draining || connection.waiting_ >= limits_.most_waiting) return answer(demand, Code::busy);
+  const bool leaves = draining || connection.parts_;
+  if (leaves && ring_.drained()) return answer(demand, Code::ended);
+  if (leaves || connection.waiting_ >= limits_.most_waiting) return answer(demand, Code::busy);
   const std::uint32_t before = seen(ring_.published());
   if (waiting_.empty() && serve(demand) == Served::answered) return;  // else the demands that wait have the first choice
   if ((record.generation == 0 || is_news(demand, now)) && waiting_.empty()) return answer(demand, nothing());

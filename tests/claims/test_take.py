@@ -244,6 +244,24 @@ async def answer_to(peer: Peer, number: int) -> tuple[int, int, int]:
     return int.from_bytes(buffer[10:12], "little"), buffer[20], int.from_bytes(buffer[21:24], "little")
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+@asynchronous
+async def test_a_client_that_is_asked_to_close_is_given_no_more_payloads(ring: SharedRingBuffer, when: str) -> None:
+    async with Stage(ring, handshake_timeout_s=600) as stage:
+        parting, other = await stage.connected(), await stage.connected()
+        if when == "before":
+            parting.tell(demand(wait_ms=LONG_MS))
+            await parting.settled()
+        parting.connection.part()
+        await parting.endpoint.receive_stream(bytearray(len(frames.COME_AGAIN)))
+        if when == "after":
+            parting.tell(demand(wait_ms=LONG_MS))
+            await parting.settled()
+        ring.write_raw(b"one")
+        assert await received(other, other.tell(demand())) == 1
+        await parting.gone()
+
+
 @asynchronous
 async def test_a_demand_that_waits_is_told_what_is_left_at_the_end_and_whenever_that_is_less(
     ring: SharedRingBuffer,

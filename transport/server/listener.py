@@ -130,11 +130,9 @@ class Connection:
         the client would give up the claims that it has of other rings as well.
         """
         with contextlib.suppress(TransportError, TimeoutError):
-            if not self._ring.native.closed and self._ring.native.drained:
-                self._endpoint.say(frames.ENDED)
-            else:
-                self._endpoint.say(frames.COME_AGAIN)
-                native.expect_again()
+            ended = not self._ring.native.closed and self._ring.native.drained
+            native.part(again=not ended)
+            self._endpoint.say(frames.ENDED if ended else frames.COME_AGAIN)
             async with Limit(self._listener.settings.handshake_timeout_s):
                 await self._closed_by_client()
 
