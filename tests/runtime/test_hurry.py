@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -106,6 +108,27 @@ def test_a_server_that_failed_once_is_not_asked_again_when_the_time_is_over(
         with pytest.raises(StoreUnavailableError, match="this process is ending"):
             store.get("a")
         assert not asked
+
+
+def test_objects_that_end_one_after_the_other_behind_a_signal_have_their_time_together(
+    server: RedisServer, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import redis
+
+    server.kill()
+    hurry.begin()
+    try:
+        with hurry.while_ending(), pytest.raises(StoreUnavailableError, match="is away, and this process is ending"):
+            while True:  # the first ones may still have time
+                with contextlib.suppress(StoreUnavailableError):
+                    store.get("a")
+                if time.monotonic() > hurry.until():
+                    store.get("a")
+        monkeypatch.setattr(redis.Redis, "evalsha", None)  # it is not asked
+        with hurry.while_ending(), pytest.raises(StoreUnavailableError, match="is away, and this process is ending"):
+            store.get("a")
+    finally:
+        hurry.over()
 
 
 def limit_s(store: Store) -> float:

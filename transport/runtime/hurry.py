@@ -5,7 +5,7 @@
 
 A server that answers is used as before, as long as the end takes. `begin` is for a process that ends: a signal handler
 calls it (signals.py). `while_ending` is for the end of one object: what its threads wait for ends, too. Behind a signal
-it counts from its own beginning, since a rollout drains in between.
+it counts from its own beginning, since a rollout drains in between; several have that time together.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ LEAST_S: Final = 0.2  # for one answer, once that is over
 
 ends: dict[object, tuple[float, float]] = {}  # of each who has begun: monotonic times, see `until` and `since`
 _SIGNAL: Final = "signal"
+_spent: dict[object, float] = {}  # seconds of the ends of objects behind a signal, which are over
 
 
 class Cuttable(Protocol):
@@ -86,17 +87,22 @@ def begin(most_s: float = MOST_S) -> None:
 def over() -> None:
     """End what `begin` has begun: the process goes on."""
     ends.pop(_SIGNAL, None)
+    _spent.clear()
 
 
 @contextlib.contextmanager
 def while_ending(most_s: float = MOST_S) -> Iterator[None]:
-    """Let calls of all threads wait for a silent server at most ``most_s`` seconds from now, while the block runs."""
+    """Let calls of all threads wait for a silent server at most ``most_s`` seconds from now, while the block runs.
+
+    Less by what such blocks have taken since a signal: a server that failed in them is not asked for that long again.
+    """
     key = object()
     ended = Flag()
     now = time.monotonic()
+    most_s = max(0.0, most_s - sum(_spent.copy().values()))
     cutting = threading.Thread(target=_cut_unless, args=(ended, most_s), name="transport hurry", daemon=True)
     try:
-        ends[key] = now + most_s, now
+        ends[key] = now + most_s, min(now, signalled_at())
         if _connections:
             with contextlib.suppress(RuntimeError):  # no more threads: calls end at their own limit
                 cutting.start()
@@ -104,6 +110,8 @@ def while_ending(most_s: float = MOST_S) -> Iterator[None]:
     finally:
         ended.set()
         ends.pop(key, None)
+        if stop_requested():
+            _spent[key] = time.monotonic() - now
         if cutting.ident is not None:
             cutting.join()
 
@@ -124,4 +132,9 @@ def _cut() -> None:
         connection.cut()
 
 
-os.register_at_fork(after_in_child=ends.clear)  # a child does not end because its parent does
+def _after_fork() -> None:
+    ends.clear()
+    _spent.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)  # a child does not end because its parent does
