@@ -43,6 +43,23 @@ async def test_a_feed_admits_only_its_group_and_nobody_late() -> None:
         await feed.close()
 
 
+@asynchronous
+async def test_a_child_is_told_nothing_from_the_moment_in_which_its_connection_is_gone() -> None:
+    feed = Feed(lambda _: None)
+    await feed.open("127.0.0.1")
+    try:
+        for number in range(20):
+            child = await Upstream.connect("p", "127.0.0.1", feed.port, feed.token, f"c{number}")
+            await until(lambda number=number: f"c{number}" in feed.children)
+            child._writer.transport.abort()
+            while f"c{number}" not in feed.left:
+                await feed.tell(Start(1, (("t" * 4096, "float32", (3,)),)), [f"c{number}"])
+                await asyncio.sleep(0)
+            child.close()
+    finally:
+        await feed.close()
+
+
 CROWD = 400  # children of one parent
 
 both_loops = pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])

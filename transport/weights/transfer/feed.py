@@ -178,15 +178,20 @@ class Feed:
         failures = LoggedErrors(log, "a sign of life to a child")
         while True:
             await asyncio.sleep(self._stall_s / 4)
-            for writer in list(self._children.values()):
+            for writer in self._standing(list(self._children)).values():
                 with failures:
                     if not writer.transport.get_write_buffer_size():  # else it has something to read
                         writer.write(_ALIVE)
 
+    def _standing(self, names: Iterable[str]) -> dict[str, asyncio.StreamWriter]:
+        """Those of these children whose connection stands; that another one is gone `_serve` hears a moment later."""
+        found = {name: self._children.get(name) for name in names}
+        return {name: writer for name, writer in found.items() if writer is not None and not writer.is_closing()}
+
     async def tell(self, frame: Frame, names: Iterable[str]) -> None:
         """Send to these children, except disconnected ones. A child that takes no byte for ``stall_s`` is dropped."""
         data = encode(frame)
-        told = {name: writer for name in names if (writer := self._children.get(name)) is not None}
+        told = self._standing(names)
         for name, writer in told.items():
             writer.write(data)
             self._written[name] = self._written.get(name, 0) + len(data)
