@@ -13,7 +13,7 @@ import msgspec
 T = TypeVar("T")
 
 _examining = threading.RLock()  # what is freed in the middle of it may decode for its end
-# A child that is forked in the middle of it would wait for ever.
+# A child process that another thread forks while this lock is held would wait for the lock for ever.
 os.register_at_fork(before=_examining.acquire, after_in_parent=_examining.release, after_in_child=_examining.release)
 
 

@@ -10,7 +10,7 @@ from helpers import asynchronous
 
 from transport.errors import WeightsChecksumError, WeightsTimeoutError
 from transport.weights import updating
-from transport.weights.plan.steps import Limits, VersionProof
+from transport.weights.plan.steps import Limits, Policy, VersionProof
 from transport.weights.updating import Run
 
 VERSION = VersionProof(2, 7)
@@ -63,6 +63,21 @@ class Lands(Sends):
     async def resume(self, confirmed: bool) -> None: ...
 
 
+def run_of_changes(replicas: dict[str, Any], policy: Policy, limits: Limits) -> Run:
+    """An update of which changes are sent first."""
+    return Run(
+        {"trainer": Sends()},  # type: ignore[dict-item]
+        replicas,
+        2,
+        policy=policy,
+        limits=limits,
+        on_step=lambda *_: None,
+        whole=False,
+        old=dict.fromkeys(replicas),
+        pausing=lambda _: None,
+    )
+
+
 @asynchronous
 async def test_a_replica_that_failed_for_another_reason_is_not_asked_for_the_whole_version(
     monkeypatch: pytest.MonkeyPatch,
@@ -75,17 +90,7 @@ async def test_a_replica_that_failed_for_another_reason_is_not_asked_for_the_who
     well, wrong = Lands("well"), Lands("wrong", WeightsChecksumError("of the changes"))
     full = Lands("full", RuntimeError("its disk is full"))
     replicas: dict[str, Any] = {each.name: each for each in (well, wrong, full)}
-    run = Run(
-        {"trainer": Sends()},  # type: ignore[dict-item]
-        replicas,
-        2,
-        policy="exclude",
-        limits=Limits(),
-        on_step=lambda *_: None,
-        whole=False,
-        old=dict.fromkeys(replicas),
-        pausing=lambda _: None,
-    )
+    run = run_of_changes(replicas, "exclude", Limits())
     await run.drive()
     assert run.fell_back
     assert run.proofs == {"well": VERSION, "wrong": VERSION}
@@ -112,17 +117,7 @@ async def test_a_whole_version_behind_its_changes_has_the_time_that_these_have_l
             return await super().prepare()
 
     replicas: dict[str, Any] = {"slow": Slow("slow", WeightsChecksumError("of the changes"))}
-    run = Run(
-        {"trainer": Sends()},  # type: ignore[dict-item]
-        replicas,
-        2,
-        policy="restore",
-        limits=Limits(total=100.0),
-        on_step=lambda *_: None,
-        whole=False,
-        old=dict.fromkeys(replicas),
-        pausing=lambda _: None,
-    )
+    run = run_of_changes(replicas, "restore", Limits(total=100.0))
     await run.drive()
     assert run.fell_back
     assert [type(each.error) for each in run.failures] == [WeightsTimeoutError]

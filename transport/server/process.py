@@ -1,7 +1,7 @@
 """A listener as a process of its own: ``python -m transport.server.process``, started by the supervisor.
 
-It is told its configuration, and reports its port, or why it could not start (starting.py). SIGTERM ends it within
-`END_S`.
+The supervisor sends the configuration; the listener reports its port, or why it could not start (starting.py). It ends
+within `END_S` after SIGTERM.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The start of a process that serves a ring: what it is told, and its one report.
+"""Configuration that a listener or supervisor reads when it starts, and the report that it writes then.
 
 Both go over pipes, as JSON: the configuration to standard input, because a command line must not contain the secret;
 the report, a line, to standard output.

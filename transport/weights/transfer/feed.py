@@ -141,9 +141,9 @@ class Feed:
                 self._strangers.discard(writer)
                 try:
                     name = self._admitted(hello)
-                    writer.write(encode(FeedWelcome()))
+                    _say(writer, FeedWelcome())
                 except TransportError as error:
-                    writer.write(encode(FeedFailed(error_text(error))))
+                    _say(writer, FeedFailed(error_text(error)))
                     await writer.drain()
                     raise
                 self._children[name] = writer
@@ -347,6 +347,13 @@ class Upstream:
         """Close the connection. Idempotent."""
         self._writer.close()
         self.reading.cancel()
+
+
+def _say(writer: asyncio.StreamWriter, frame: Frame) -> None:
+    """Write a message. ConnectionResetError: the connection is gone, for which uvloop raises RuntimeError."""
+    if writer.is_closing():
+        raise ConnectionResetError("the connection is gone")
+    writer.write(encode(frame))
 
 
 async def _next(reader: asyncio.StreamReader, stall_s: float, most: int = MAX_FRAME_BYTES) -> tuple[Frame, int]:
