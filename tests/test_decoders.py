@@ -115,6 +115,7 @@ other.join()
 """
 
 
+@pytest.mark.nightly
 def test_a_fork_beside_a_first_use_under_the_lock_of_forks_does_not_hang() -> None:
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", WHILE_IMPORTING], timeout=60, check=False)
     assert done.returncode == 0

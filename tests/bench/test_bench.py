@@ -95,6 +95,7 @@ def test_a_row_has_the_medians_of_its_repetitions() -> None:
     assert not Row.of(case(), [sample(1.0), sample(1.0, verified=False)]).verified
 
 
+@pytest.mark.nightly(keep=3)
 # --- wrong usage ----------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("arguments", "expected"),
@@ -122,6 +123,7 @@ def test_wrong_usage_is_one_line_and_status_2(
     assert printed.err.count("\n") == 1
 
 
+@pytest.mark.nightly
 # --- processes ------------------------------------------------------------------------------------
 def test_a_writer_whose_answer_nobody_takes_ends_in_order() -> None:
     job = Writing(size_bytes=64, payloads=1000, listeners=0)  # their tickets fill a pipe several times
@@ -130,6 +132,7 @@ def test_a_writer_whose_answer_nobody_takes_ends_in_order() -> None:
     assert worker._process.returncode == 0  # and was not killed, which would leave its segment
 
 
+@pytest.mark.nightly
 def test_a_process_that_fails_is_reported_by_its_last_line() -> None:
     with BenchProcess("transport.bench.reads.reader", {"way": "juggle"}) as worker, pytest.raises(LinkError) as failure:
         worker.answer()

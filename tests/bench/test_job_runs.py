@@ -51,7 +51,7 @@ def test_every_payload_of_rings_is_consumed_once_over_the_network_in_each_layout
     assert (row["wire"], row["layout"]) == ("tcp", layout)
 
 
-@pytest.mark.nightly(keep=2)
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "name",
     [

@@ -42,6 +42,7 @@ def port() -> Iterator[int]:
     process.stdout.close()
 
 
+@pytest.mark.nightly
 def test_fetch_measures_and_verifies(port: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [
         "--sizes",
@@ -115,6 +116,7 @@ def test_nobody_there_is_said_with_what_to_type(capsys: pytest.CaptureFixture[st
     assert "start it there: transport bench serve --port" in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 def test_what_is_too_large_or_garbled_is_refused(port: int) -> None:
     with pytest.raises(LinkError, match=f"more than {MOST_BYTES}"):
         RemoteWriter("127.0.0.1", port, WantedRead(size_bytes=MOST_BYTES, payloads=2, listeners=1))

@@ -67,6 +67,7 @@ def test_a_mapped_ring_is_read_and_viewed_and_the_result_is_written(
     ]
 
 
+@pytest.mark.nightly
 @pytest.mark.ucx
 def test_several_readers_read_every_payload() -> None:
     measured = loopback.measure(case(case="view", readers=2, payloads=4), seconds=1e-6)
@@ -74,6 +75,7 @@ def test_several_readers_read_every_payload() -> None:
     assert measured.reads % (2 * 4) == 0
 
 
+@pytest.mark.nightly
 @pytest.mark.ucx
 def test_read_many_is_measured_by_batches() -> None:
     measured = loopback.measure(case(case="read_many", concurrency=8, payloads=32), seconds=1e-6)
@@ -81,6 +83,7 @@ def test_read_many_is_measured_by_batches() -> None:
     assert measured.reads == 1
 
 
+@pytest.mark.nightly
 def test_a_peer_that_fails_is_skipped_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     # this Python has no zmq: a peer whose environment is broken
     monkeypatch.setitem(registry.PEERS, "pyzmq", msgspec.structs.replace(registry.PEERS["pyzmq"], environment=""))
@@ -91,6 +94,7 @@ def test_a_peer_that_fails_is_skipped_with_its_reason(monkeypatch: pytest.Monkey
     assert all(why.startswith("status 1: ModuleNotFoundError") for why in outcome.skipped.values())
 
 
+@pytest.mark.nightly
 def test_our_own_failure_is_reported_and_the_others_go_on(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

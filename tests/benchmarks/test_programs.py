@@ -8,6 +8,7 @@ import pytest
 from benchmark_programs import measured_rows, run_benchmark
 
 
+@pytest.mark.nightly
 def test_calls_and_records_of_a_round_grow_with_its_members_and_not_faster() -> None:
     rows = {row["members"]: row for row in measured_rows("rendezvous", "--members", "50,100,200")}
     assert all(row["verified"] for row in rows.values())

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.ucx
 ROUNDS = 12
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @over_ucx
 @asynchronous
 async def test_a_buffer_reused_at_once_after_a_cancelled_or_late_read_is_never_written(wire: Any) -> None:

@@ -49,6 +49,7 @@ async def test_each_trainer_whose_demand_waits_is_known_behind_another_of_its_ra
             assert all(isinstance(each, RingEndedError) for each in answers)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("mode", ["thread", "process"])
 @asynchronous
 async def test_a_server_that_waits_for_no_payload_stops_when_everyone_who_had_asked_has_heard_the_end(

@@ -153,6 +153,7 @@ def test_a_place_that_goes_while_it_is_connected_to_leaves_no_fault() -> None:
         assert demands.faults == {}
 
 
+@pytest.mark.nightly
 def test_a_trainer_whose_address_another_program_takes_goes_on_through_the_next_port_of_its_ring(prefix: str) -> None:
     with (
         ring_of(prefix, mode="process", ports=(0, 0)) as ring,
@@ -176,6 +177,7 @@ def test_a_trainer_whose_address_another_program_takes_goes_on_through_the_next_
             os.kill(supervisor, signal.SIGCONT)
 
 
+@pytest.mark.nightly
 def test_a_port_that_has_another_ring_by_now_is_followed_only_where_it_is_the_address(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

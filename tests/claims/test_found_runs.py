@@ -79,6 +79,7 @@ with SharedRingBuffer.create(Schema.of(x="int64"), slots=1, name=sys.argv[1]):
 """
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("apart", [True, False])
 def test_a_trainer_names_the_processes_of_rollouts_that_were_started_apart_without_a_run(
     prefix: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, apart: bool

@@ -22,6 +22,7 @@ def other(prefix: str) -> Iterator[SharedRingBuffer]:
         yield made
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("how", ["idle", "stopped"])
 def test_a_listener_that_closes_a_connection_over_shared_memory_costs_no_claims_of_other_rings(
     prefix: str, other: SharedRingBuffer, how: str

@@ -128,6 +128,7 @@ def test_a_store_that_is_away_when_rings_are_first_looked_for_is_an_error(monkey
             places.segments()
 
 
+@pytest.mark.nightly
 @pytest.mark.ucx
 def test_a_writer_whose_ring_is_full_does_not_need_the_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = Worker()

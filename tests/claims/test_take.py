@@ -617,6 +617,7 @@ async def test_a_claim_that_is_given_back_while_its_payload_is_read_leaves_no_pi
         await until(lambda: ring.native.own_pins(ticket.slot) == 0, "nothing holds the slot")
 
 
+@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize(
     ("count", "fields", "texts"),
     [
@@ -689,6 +690,7 @@ async def test_arguments_that_cannot_be_are_refused_before_anything_is_asked(rin
 GOOD = Record(Kind.TAKE, slot=1, rank=0, length=100)
 
 
+@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize(
     "records",
     [

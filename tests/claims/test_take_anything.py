@@ -93,6 +93,7 @@ async def taken(listener: ScriptedListener, message: bytes, most: int = 4) -> Ta
 GOOD = ticket(300, slot=0).encode()
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize(
     ("note", "length"),
     [

@@ -120,6 +120,7 @@ async def test_what_was_not_consumed_when_its_listener_was_killed_is_refused_and
         assert verdicts.tolist() == [False]
 
 
+@pytest.mark.nightly
 @asynchronous
 async def test_a_finish_that_a_stopped_listener_has_not_seen_is_refused_when_it_goes_on(ring: SharedRingBuffer) -> None:
     async with taken(ring, settings=settings_with(read_timeout_s=0.5)) as of:
@@ -128,6 +129,7 @@ async def test_a_finish_that_a_stopped_listener_has_not_seen_is_refused_when_it_
         await comes_again(of)
 
 
+@pytest.mark.nightly
 @asynchronous
 async def test_a_consume_whose_question_fails_is_answered_when_it_is_asked_again(
     ring: SharedRingBuffer, monkeypatch: pytest.MonkeyPatch
@@ -284,7 +286,7 @@ async def test_what_is_given_back_while_its_connection_breaks_comes_again(ring: 
         assert (await consume(of.batch)).tolist() == [False]
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("then", ["finish", "end"])
 @asynchronous
 async def test_a_listener_that_stopped_with_a_full_window_of_unanswered_ends_keeps_no_later_one_waiting(

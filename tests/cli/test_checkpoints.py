@@ -105,6 +105,7 @@ def test_a_rehearsal_uploads_and_records_nothing(model: Path, store: str, capsys
     assert not (model.parent / "state").exists()
 
 
+@pytest.mark.nightly(keep=4)
 @pytest.mark.parametrize(
     ("arguments", "status", "said"),
     [
@@ -138,6 +139,7 @@ def test_an_epoch_that_is_not_there_is_named_with_those_that_are(
     assert "it has 1 to 3" in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 # --- pruning --------------------------------------------------------------------------------------
 def test_the_newest_checkpoints_stay(uploaded: Path, store: str, capsys: pytest.CaptureFixture[str]) -> None:
     root = uploaded / "destination"
@@ -153,6 +155,7 @@ def test_the_newest_checkpoints_stay(uploaded: Path, store: str, capsys: pytest.
     assert sorted(recorded_outcomes(Folder(root), "run")) == [1, 2, 3]  # an epoch keeps its record
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("read", ["store", "destination"])
 def test_pruned_checkpoints_are_neither_listed_nor_counted(
     uploaded: Path, store: str, read: str, capsys: pytest.CaptureFixture[str]
@@ -171,6 +174,7 @@ def test_pruned_checkpoints_are_neither_listed_nor_counted(
     assert "run/epoch-000000000003/" in out and "run/epoch-000000000001/" not in out
 
 
+@pytest.mark.nightly
 def test_what_killed_uploaders_left_is_removed(uploaded: Path, store: str) -> None:
     root = uploaded / "destination"
     left = root / "run" / "epoch-000000000003" / "killed" / ("0" * 16) / "files"
@@ -239,6 +243,7 @@ def timed_out(path: Path, store: str) -> EpochRecord:
     return record
 
 
+@pytest.mark.nightly
 def test_a_complete_upload_that_was_not_verified_stays_and_can_be_restored(
     uploaded: Path, store: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

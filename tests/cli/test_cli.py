@@ -64,6 +64,7 @@ def test_a_shell_can_complete_the_commands(shell: str) -> None:
     assert "top" not in shown.stdout
 
 
+@pytest.mark.nightly(keep=4)
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -152,6 +153,7 @@ def test_reclaim_removes_what_a_rollout_that_was_killed_left_of_a_ring_where_eve
     assert not left.exists()
 
 
+@pytest.mark.nightly
 def test_reclaim_looks_at_the_rings_of_a_run(dead_segment: str, capsys: pytest.CaptureFixture[str]) -> None:
     run_of_it = dead_segment.removeprefix("/transport-")
     for place, found in (("rings:no-such-run-", []), (f"rings:{run_of_it}", [dead_segment])):
@@ -159,6 +161,7 @@ def test_reclaim_looks_at_the_rings_of_a_run(dead_segment: str, capsys: pytest.C
         assert [each["name"] for each in json.loads(capsys.readouterr().out)["segments"]] == found
 
 
+@pytest.mark.nightly
 def test_top_shows_the_rings_of_this_host_that_are_in_a_directory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -182,6 +185,7 @@ def test_what_is_said_of_a_directory_has_no_password(capsys: pytest.CaptureFixtu
         assert "sesame" not in said
 
 
+@pytest.mark.nightly
 def test_reclaim_takes_what_lies_beside_a_run_whose_trainer_was_killed(capsys: pytest.CaptureFixture[str]) -> None:
     place = f"rings:reclaimed-{secrets.token_hex(8)}-"
     announcer = f"""

@@ -133,6 +133,7 @@ with interruption.bounded():
 """
 
 
+@pytest.mark.nightly
 def test_an_interrupt_that_is_lost_ends_the_program_all_the_same(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", _LOSES_IT],
@@ -150,6 +151,7 @@ def test_an_interrupt_that_is_lost_ends_the_program_all_the_same(tmp_path: Path)
     assert not Path(folder).exists()  # that no child is left is checked after every test
 
 
+@pytest.mark.nightly
 @pytest.mark.ucx
 def test_a_second_interrupt_ends_the_wait_for_readers(tmp_path: Path) -> None:
     process = subprocess.Popen(

@@ -97,6 +97,7 @@ def test_who_holds_claims_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
         assert consume(parts) == [True]
 
 
+@pytest.mark.nightly
 def test_where_no_ring_of_the_run_is_the_others_are_named() -> None:
     with SharedRingBuffer.create(slots=1, slot_bytes=8, prefix="run-cli-"):
         command = [sys.executable, "-m", "transport", "queue", "rings:cli"]

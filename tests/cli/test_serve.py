@@ -108,6 +108,7 @@ def test_a_restart_that_fails_keeps_the_unread_payloads_of_the_ring_that_it_took
         assert successor.tickets() == [ticket]
 
 
+@pytest.mark.nightly
 @pytest.mark.ucx
 def test_a_start_that_fails_shows_no_ring(capfd: pytest.CaptureFixture[str]) -> None:
     name, over, found = f"/transport-serve-{os.getpid()}", threading.Event(), []
@@ -130,6 +131,7 @@ def test_a_start_that_fails_shows_no_ring(capfd: pytest.CaptureFixture[str]) -> 
     assert found == []
 
 
+@pytest.mark.nightly
 @pytest.mark.ucx
 def test_with_a_grace_budget_it_waits_until_everything_is_read_and_logs_that(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -169,7 +171,7 @@ def a_trainer_that_is_yet_to_hear_the_end(said: dict[str, Any]) -> Iterator[Trai
         yield trainer
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.ucx
 @signals
 def test_a_signal_ends_it_in_order_while_a_trainer_is_yet_to_hear_the_end(
@@ -184,7 +186,7 @@ def test_a_signal_ends_it_in_order_while_a_trainer_is_yet_to_hear_the_end(
         assert said["segment"] not in _ring.segments()
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.ucx
 @signals
 def test_with_a_grace_budget_it_waits_for_a_trainer_that_is_yet_to_hear_the_end(

@@ -84,6 +84,7 @@ def test_a_restored_ring_is_served_until_everything_is_consumed(
     assert "all payloads are consumed" in out
 
 
+@pytest.mark.nightly(keep=4)
 @pytest.mark.parametrize(
     ("arguments", "status", "said"),
     [
@@ -135,6 +136,7 @@ def checkpointed(root: Path, epoch: int, step: int) -> None:
     destination.put(outcome_path("grpo", epoch), encode(record))
 
 
+@pytest.mark.nightly
 def test_old_snapshots_go_with_their_number_and_with_their_checkpoints(
     ring: SharedRingBuffer, prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

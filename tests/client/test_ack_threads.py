@@ -7,6 +7,7 @@ import sys
 import threading
 
 import numpy as np
+import pytest
 from helpers import asynchronous
 
 from transport import Schema, SharedRingBuffer, Ticket, UCXXClient
@@ -15,6 +16,7 @@ SCHEMA = Schema.of(x=("int64", 4))
 RINGS, ROUNDS = 40, 20
 
 
+@pytest.mark.nightly
 @asynchronous
 async def test_payloads_are_acknowledged_in_a_thread_while_the_client_maps_other_rings() -> None:
     interval = sys.getswitchinterval()

@@ -34,6 +34,7 @@ async def use() -> None:
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_strict_type_checker_refuses_what_is_misspelt(tmp_path: Path) -> None:
     pytest.importorskip("mypy")

@@ -123,6 +123,7 @@ OUTS: dict[str, Callable[[int], Any]] = {
 }
 
 
+@pytest.mark.nightly(keep=3)
 @every_wire
 @pytest.mark.parametrize("size", [100, 64 << 10])
 @asynchronous
@@ -196,6 +197,7 @@ async def test_arrays_stay_valid_after_the_client_is_closed(wire: Any) -> None:
 # --- acknowledgements ------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly(keep=3)
 @every_wire
 @pytest.mark.parametrize("mode", ["manual", "on_consumed"])
 @asynchronous

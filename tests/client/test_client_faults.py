@@ -86,7 +86,7 @@ def corrupted(ring: SharedRingBuffer, ticket: Ticket) -> Iterator[None]:
     memory[5] ^= 4
 
 
-@pytest.mark.nightly(keep=2)
+@pytest.mark.nightly(keep=1)
 @over_ucx
 @pytest.mark.parametrize("size", [100, 50_000, 9 << 20])
 @asynchronous
@@ -156,6 +156,7 @@ async def test_a_port_that_is_back_is_used_again_when_its_quarantine_is_over() -
         await client.close()
 
 
+@pytest.mark.nightly(keep=2)
 @over_ucx
 @pytest.mark.parametrize("again", [True, False], ids=["with another read", "while idle"])
 @asynchronous
@@ -201,6 +202,7 @@ def discarded(ring: SharedRingBuffer, ticket: Ticket) -> None:
     ring.discard(ticket)
 
 
+@pytest.mark.nightly(keep=3)
 @every_wire
 @pytest.mark.parametrize("fate", [consumed, overwritten, discarded])
 @pytest.mark.parametrize("size", [50_000])
@@ -220,6 +222,7 @@ async def test_a_payload_that_is_gone_is_stale_and_never_other_bytes(wire: Any, 
                 assert np.array_equal((await client.read(tickets[0]))["data"], noise(size, 99))
 
 
+@pytest.mark.nightly(keep=2)
 @every_wire
 @pytest.mark.parametrize("ahead_s", [3600.0, -3600.0], ids=["ahead", "behind"])
 @asynchronous

@@ -14,6 +14,7 @@ from transport import UCXXClient
 pytestmark = pytest.mark.ucx
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("steps", [1, 2, 5])  # after the first one, closing is still to begin
 def test_a_loop_that_ends_before_a_client_is_closed_leaves_nothing_of_it_open(steps: int) -> None:
     async def leave() -> Any:

@@ -57,6 +57,7 @@ def containers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Host,
         yield both
 
 
+@pytest.mark.nightly
 def test_payloads_come_over_tcp_where_only_the_network_is_apart(containers: tuple[Host, Host]) -> None:
     here, there = containers
     with here.python(WRITER, PORT, PAYLOADS) as writer:

@@ -91,7 +91,7 @@ async def _closes_the_client(client: UCXXClient, outcomes: Outcomes) -> Ticket:
     return ticket
 
 
-@pytest.mark.nightly(keep=4)
+@pytest.mark.nightly(keep=1)
 @every_wire
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 @pytest.mark.parametrize("who", [_leaves, _throws, _is_cancelled, _forgets, _closes_the_client])
@@ -141,6 +141,7 @@ def test_what_a_thread_was_not_handed_is_not_consumed(wire: Any, how: str) -> No
         assert ring.statistics().consumes == 1
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
     ("wire", "call"), [("mapped", "read_many"), (NETWORK_WIRE, "read"), (NETWORK_WIRE, "read_many")]
 )

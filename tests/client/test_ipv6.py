@@ -49,6 +49,7 @@ def test_a_payload_comes_over_loopback(mode: Any, wire: Any) -> None:
         assert bytes(client.read(msgspec.structs.replace(by_ipv4, addresses=("::1",))).data) == b"x"
 
 
+@pytest.mark.nightly
 def test_one_client_reads_by_both_families() -> None:
     with BlockingClient(wire={"tcp"}) as client:
         for address in ("127.0.0.1", "::1", own("IPv4"), own("IPv6"), "127.0.0.1"):
@@ -99,6 +100,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Host, Host
         yield both
 
 
+@pytest.mark.nightly
 def test_a_host_with_ipv6_alone_is_found_by_its_address(hosts: tuple[Host, Host]) -> None:
     here, there = hosts
     with here.python(ROLLOUT, "") as rollout:
@@ -111,6 +113,7 @@ def test_a_host_with_ipv6_alone_is_found_by_its_address(hosts: tuple[Host, Host]
         assert rollout.wait() == 0
 
 
+@pytest.mark.nightly
 @needs_redis
 def test_a_directory_and_its_rings_are_reached_by_ipv6_alone(hosts: tuple[Host, Host], tmp_path: Path) -> None:
     here, there = hosts

@@ -59,6 +59,7 @@ def cable(host: Host, state: str) -> None:
     subprocess.run(["ip", "-n", host.name, "link", "set", INTERFACE, state], check=True)
 
 
+@pytest.mark.nightly
 def test_a_listener_that_started_without_its_interface_serves_it_later(hosts: tuple[Host, Host]) -> None:
     here, there = hosts
     cable(here, "down")
@@ -71,6 +72,7 @@ def test_a_listener_that_started_without_its_interface_serves_it_later(hosts: tu
         assert rollout.wait() == 0
 
 
+@pytest.mark.nightly
 def test_a_client_that_started_without_its_interface_reads_later(hosts: tuple[Host, Host]) -> None:
     here, there = hosts
     with here.python(ROLLOUT, here.address, "thread") as rollout:
@@ -81,6 +83,7 @@ def test_a_client_that_started_without_its_interface_reads_later(hosts: tuple[Ho
             assert client.line() == "7"
 
 
+@pytest.mark.nightly
 def test_a_client_that_knows_loopback_alone_keeps_its_connection_and_reaches_what_comes_up(
     hosts: tuple[Host, Host],
 ) -> None:

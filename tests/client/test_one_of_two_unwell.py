@@ -99,6 +99,7 @@ async def test_more_reads_than_the_pool_has_places_wait_for_a_place_however_long
             assert client.statistics().links_opened == 1
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
     "later",
     [
@@ -164,6 +165,7 @@ async def test_a_question_that_nobody_answers_ends_in_an_error_of_ours(ask: Any)
             assert await client.state(ticket) is SlotFate.READABLE
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
     ("first", "known"),
     [(0, True), (1, False)],
@@ -253,6 +255,7 @@ async def test_a_handshake_with_a_healthy_port_begins_again_and_the_port_stays_h
             client._links._pool.validate()
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("ask", [True, False], ids=["state", "read"])
 @asynchronous
 async def test_what_was_under_way_to_a_healthy_port_is_no_failure_of_the_port(ask: bool) -> None:

@@ -143,6 +143,7 @@ def test_every_payload_crosses_over_tcp_by_the_address_that_the_writer_chose(
     assert left["unread"] == 0  # acknowledged over the network, and free
 
 
+@pytest.mark.nightly
 def test_of_several_addresses_the_reachable_one_is_found(hosts: tuple[Host, Host], queue: str) -> None:
     here, there = hosts
     addresses = json.dumps([NOBODY, here.address])
@@ -159,6 +160,7 @@ def test_of_several_addresses_the_reachable_one_is_found(hosts: tuple[Host, Host
     assert written["addresses"] == [NOBODY, here.address]
 
 
+@pytest.mark.nightly
 def test_an_address_that_both_hosts_have_is_no_way_between_them(hosts: tuple[Host, Host], queue: str) -> None:
     """As of two virtual machines behind the NAT of theirs. UCX takes it for one, and for the fastest."""
     with contextlib.ExitStack() as made:
@@ -177,7 +179,7 @@ def test_an_address_that_both_hosts_have_is_no_way_between_them(hosts: tuple[Hos
     assert read["avoided"] == []
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("address", [NOBODY, "127.0.0.1"])
 def test_an_unreachable_address_is_an_error_that_names_it(hosts: tuple[Host, Host], address: str) -> None:
     here, there = hosts
@@ -205,6 +207,7 @@ except ConfigurationError as error:
 """
 
 
+@pytest.mark.nightly
 def test_a_directory_on_another_host_takes_no_server_that_names_loopback_alone(
     hosts: tuple[Host, Host], queue: str
 ) -> None:

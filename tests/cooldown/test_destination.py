@@ -53,6 +53,7 @@ def write(destination: Destination, path: str, data: bytes) -> None:
     destination.write(path, len(data), (data[at : at + PIECE] for at in range(0, len(data), PIECE)))
 
 
+@pytest.mark.nightly(keep=1)
 # --- the contract ---------------------------------------------------------------------------------------
 def test_what_was_written_is_read(destination: Destination) -> None:
     data = secrets.token_bytes(PIECE) * 2 + b"end"
@@ -85,6 +86,7 @@ def test_what_is_not_there_is_none(destination: Destination) -> None:
         list(pieces)
 
 
+@pytest.mark.nightly(keep=1)
 def test_what_another_process_wrote_is_seen_at_once(destination: Destination) -> None:
     with open_destination(destination.url) as other:
         assert (destination.names("a"), destination.size("a/b")) == ([], None)
@@ -97,6 +99,7 @@ def test_what_another_process_wrote_is_seen_at_once(destination: Destination) ->
         assert (destination.names("a"), destination.size("a/b")) == ([], None)
 
 
+@pytest.mark.nightly(keep=1)
 def test_a_small_file_is_replaced(destination: Destination) -> None:
     destination.put("outcome", b"first")
     destination.put("outcome", b"second and longer")
@@ -110,6 +113,7 @@ def test_too_long_a_file_is_not_read_as_a_small_one(destination: Destination) ->
         destination.read("small", 4)
 
 
+@pytest.mark.nightly(keep=1)
 def test_a_folder_is_deleted_with_all_that_is_in_it(destination: Destination) -> None:
     for name in ("x/a", "x/y/b", "xy/c"):
         destination.put(name, b"1")
@@ -119,6 +123,7 @@ def test_a_folder_is_deleted_with_all_that_is_in_it(destination: Destination) ->
     assert destination.size("xy/c") == 1
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("size", [0, 2 * PIECE])
 def test_a_file_that_was_given_up_leaves_what_was_there(destination: Destination, size: int) -> None:
     def given_up() -> Iterator[bytes]:
@@ -133,6 +138,7 @@ def test_a_file_that_was_given_up_leaves_what_was_there(destination: Destination
     assert destination.read("given/before", 10) == b"before"
 
 
+@pytest.mark.nightly(keep=1)
 def test_one_may_join_where_everything_is_allowed(destination: Destination) -> None:
     check_permissions(destination)
     assert destination.names("") == []
@@ -174,6 +180,7 @@ except Exception as error:
 """
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
     ("mode", "said"), [(0o555, "cannot create files in"), (0o333, "cannot list"), (0o777, "joined")]
 )
@@ -260,6 +267,7 @@ def test_a_url_has_one_form(url: str, form: str) -> None:
     assert normalise(form) == form
 
 
+@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize(
     "url",
     ["", "ftp://x/y", "s3://", "s3://key:secret@bucket/x", "s3://bucket/x?AWSAccessKeyId=1", "gs://b/x#token", "file://host/x",

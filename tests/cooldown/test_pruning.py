@@ -127,6 +127,7 @@ def dies(*arguments: object) -> bool:
     return subprocess.run(command, check=False).returncode == -signal.SIGKILL
 
 
+@pytest.mark.nightly
 @asynchronous
 async def test_prune_removes_what_killed_processes_left_in_a_folder(
     store: Store, destination: Destination, tmp_path: Path

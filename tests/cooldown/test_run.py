@@ -190,6 +190,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.nightly
 @asynchronous
 async def test_another_completes_what_a_killed_client_could_not(cooling: Run) -> None:
     leading = await cooling.leading(CLIENTS)
@@ -202,6 +203,7 @@ async def test_another_completes_what_a_killed_client_could_not(cooling: Run) ->
     cooling.check_restored(7)
 
 
+@pytest.mark.nightly(keep=1)
 # --- reports that must not count ------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("client", "epoch", "refusal"),
@@ -259,6 +261,7 @@ async def test_an_upload_that_was_damaged_is_refused_and_made_again(
     cooling.check_restored(7)
 
 
+@pytest.mark.nightly
 # --- local copies, arguments ----------------------------------------------------------------------
 @asynchronous
 async def test_local_copies_are_pruned(cooling: Run) -> None:
@@ -423,6 +426,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.nightly
 @asynchronous
 async def test_an_epoch_whose_coordinator_was_killed_ends_when_a_later_one_has(cooling: Run) -> None:
     with Child(_COORDINATOR, cooling.path, env={"PYTHONPATH": os.environ.get("PYTHONPATH", "")}) as child:
@@ -511,6 +515,7 @@ async def test_a_client_that_is_called_off_says_so_and_leaves_no_manifest(coolin
     assert (await passing(cooling, leading)).outcome is Outcome.TIMED_OUT
 
 
+@pytest.mark.nightly
 # --- a store that is lost for a while -------------------------------------------------------------
 @needs_redis
 @asynchronous

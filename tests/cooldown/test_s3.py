@@ -54,7 +54,7 @@ def report(done: Uploaded) -> UploadReport:
     )
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "stored", [{"etag": "0" * 32}, {"of another kind": "0" * 32}, {}], ids=["other", "unknown", "none"]
 )
@@ -71,6 +71,7 @@ def test_a_service_with_other_checksums_is_read_back(
     assert caught.value.refusal is Refusal.WRONG_CHECKSUM
 
 
+@pytest.mark.nightly
 def test_parts_of_a_file_are_sent_at_the_same_time(shared: Child, place: Bucket, model: Path) -> None:
     shared.tell("pair")
     upload(model, place, RECORD, "a", ATTEMPT)
@@ -78,6 +79,7 @@ def test_parts_of_a_file_are_sent_at_the_same_time(shared: Child, place: Bucket,
     assert int(shared.line()) >= 2
 
 
+@pytest.mark.nightly
 def test_parts_that_cannot_be_removed_are_named_in_the_log_without_secrets(
     server: Child, place: Bucket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -137,6 +139,7 @@ def test_a_service_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch
     assert SECRET not in str(caught.value)
 
 
+@pytest.mark.nightly
 def test_a_service_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     import s3fs
 
@@ -171,6 +174,7 @@ def test_the_operator_s_own_configuration_of_botocore_stands(monkeypatch: pytest
     assert own.keys() == {"s3", "user_agent_extra", "read_timeout"}
 
 
+@pytest.mark.nightly
 # --- snapshots of rings -------------------------------------------------------------------------------
 def test_a_snapshot_of_several_parts_and_blocks_goes_there_and_back() -> None:
     given = [secrets.token_bytes(size) for size in (9 << 20, 1, 9 << 20, 7 << 20)]

@@ -89,6 +89,7 @@ def test_one_may_join_and_nothing_stays(place: Destination) -> None:
     assert place.names("") == before
 
 
+@pytest.mark.nightly(keep=1)
 @every_service
 def test_an_upload_is_proven_by_the_services_checksums_alone(
     place: Destination, model: Path, record: EpochRecord, monkeypatch: pytest.MonkeyPatch
@@ -103,6 +104,7 @@ def test_an_upload_is_proven_by_the_services_checksums_alone(
     assert {path.rpartition("/")[2] for path in read} == {"manifest.json", *MODEL}
 
 
+@pytest.mark.nightly(keep=1)
 @every_service
 def test_what_was_altered_in_the_store_is_refused(place: Destination, model: Path, record: EpochRecord) -> None:
     done = upload(model, place, record, "a", ATTEMPT)
@@ -132,6 +134,7 @@ def test_an_upload_that_is_called_off_leaves_nothing_at_all(
     assert place.names(record.run) == []
 
 
+@pytest.mark.nightly(keep=1)
 @each_of(S3, GS)
 def test_a_throttled_upload_is_slower_and_whole(
     shared: Child, place: Destination, model: Path, record: EpochRecord

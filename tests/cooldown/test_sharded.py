@@ -39,6 +39,7 @@ async def test_all_save_and_the_elected_of_each_host_upload_one_checkpoint(job: 
     job.check_restored(7)
 
 
+@pytest.mark.nightly
 @asynchronous
 async def test_the_checkpoint_before_outlasts_the_next(job: ShardedRun) -> None:
     host = job.host()
@@ -138,6 +139,7 @@ async def test_a_launch_that_was_started_again_uploads_what_was_saved(
     job.check_restored(7)
 
 
+@pytest.mark.nightly
 # --- local copies, arguments ----------------------------------------------------------------------
 @asynchronous
 async def test_members_prune_their_own_copies_only(job: ShardedRun) -> None:

@@ -73,6 +73,7 @@ async def test_a_destination_that_cannot_be_listed_does_not_keep_a_run_from_trai
     assert "epochs there are not known: not now" in caplog.text
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("ours", [0, 1])
 @asynchronous
 async def test_two_stores_that_opened_one_epoch_keep_both_checkpoints(

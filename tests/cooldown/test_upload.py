@@ -131,6 +131,7 @@ LIES = [
 ]
 
 
+@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize(("what", "refusal"), LIES)
 def test_a_lie_is_found(destination: Folder, uploaded: Uploaded, what: str, refusal: Refusal) -> None:
     lie(destination, what)
@@ -139,6 +140,7 @@ def test_a_lie_is_found(destination: Folder, uploaded: Uploaded, what: str, refu
     assert caught.value.refusal is refusal
 
 
+@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize(("what", "refusal"), LIES)
 def test_what_was_damaged_later_is_not_restored(
     tmp_path: Path, destination: Folder, uploaded: Uploaded, what: str, refusal: Refusal

@@ -24,6 +24,7 @@ def cooling(tmp_path: Path) -> Iterator[Run]:
         yield Run(tmp_path, store)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("verdict", ["none", "comes too late"])
 @asynchronous
 async def test_a_client_that_is_cancelled_takes_its_complete_upload_back(
@@ -79,6 +80,7 @@ class Unsayable(Exception):
         raise RuntimeError("no text")
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("error", [RuntimeError("/data/\udcff"), RuntimeError("x" * (40 << 20)), Unsayable()])
 @asynchronous
 async def test_a_save_that_fails_is_told_and_tried_again_whatever_it_says(cooling: Run, error: Exception) -> None:

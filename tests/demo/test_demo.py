@@ -118,6 +118,7 @@ def test_a_killed_rollout_ends_the_run(tmp_path: Path) -> None:
     assert before.leaks(grace_s=_CLEAN_UP_S) == []
 
 
+@pytest.mark.nightly
 @pytest.mark.ucx
 @pytest.mark.slow
 def test_workers_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:

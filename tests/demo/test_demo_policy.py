@@ -70,7 +70,7 @@ def test_the_same_batches_make_the_same_policy_without_writing_to_them() -> None
     np.testing.assert_equal(first.parameters, second.parameters)
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_returns_grow_although_episodes_are_stale(staleness: int) -> None:

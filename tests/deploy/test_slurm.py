@@ -215,6 +215,7 @@ def secrets(folder: Path) -> list[Path]:
     return list(folder.glob(".transport-secret-*"))
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(200)
 def test_the_job_trains_on_every_episode_of_every_node_once(cluster: Cluster, folder: Path) -> None:
     job = cluster.submit(ROOT / "deploy/slurm/job.sbatch", folder, PYTHON=sys.executable, EPISODES="40")

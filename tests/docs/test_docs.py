@@ -61,7 +61,7 @@ def test_a_block_runs(page: Path, line: int, code: str, tmp_path: Path, monkeypa
     exec(compile("\n" * (line - 1) + code, str(page), "exec"), {"__name__": "__main__"})
 
 
-@pytest.mark.nightly(keep=2)
+@pytest.mark.nightly
 @pytest.mark.ucx
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_an_example_runs(example: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:

@@ -88,6 +88,7 @@ def test_two_hosts_train_once_on_each_trajectory_though_two_trainers_are_killed(
     assert sorted(trained(said)) == list(range(PAYLOADS)), said
 
 
+@pytest.mark.nightly
 def test_with_checkpoints_every_trajectory_is_in_the_weights_once_however_often_the_trainer_is_killed(
     folder: Path,
 ) -> None:

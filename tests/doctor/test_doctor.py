@@ -136,6 +136,7 @@ def there(cards: Path, *words: str, env: dict[str, str] | None = None) -> subpro
     return subprocess.run(command, env={**os.environ, **(env or {})}, capture_output=True, text=True)
 
 
+@pytest.mark.nightly
 @pytest.mark.ucx
 @pytest.mark.skipif(bool(why_not()), reason="a made-up card needs root and mount namespaces")
 def test_where_a_port_is_active_the_lack_of_verbs_in_the_loaded_ucx_comes_first(tmp_path: Path) -> None:
@@ -228,6 +229,7 @@ def test_settings_in_force_say_where_they_come_from(tmp_path: Path, monkeypatch:
     assert "TCP_TX_SEG_SIZE=256k (chosen)" in ucx_settings().detail
 
 
+@pytest.mark.nightly
 # --- the command -------------------------------------------------------------------------------------------
 @pytest.mark.ucx
 def test_the_command_transfers_by_every_wire(
@@ -249,6 +251,7 @@ print(ucx.library_path())
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.ucx
 def test_a_library_of_the_system_is_used_when_the_variable_says_so(tmp_path: Path) -> None:
     """A copy of the wheel's UCX elsewhere stands for a UCX of one's own; docs/INFINIBAND.md says what to set."""
@@ -340,6 +343,7 @@ def test_a_secret_that_others_can_read_or_guess_is_a_warning(
     assert every_bad_one_has_a_remedy(checks)
 
 
+@pytest.mark.nightly
 @pytest.mark.ucx
 @pytest.mark.skipif(bool(why_not()), reason="a host without a way out needs network namespaces")
 def test_who_has_set_the_addresses_of_a_host_without_a_default_route_is_not_told_to_set_them() -> None:

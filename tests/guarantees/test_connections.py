@@ -77,7 +77,7 @@ def test_a_connection_that_breaks_before_the_payload(
     run.account(accepted)
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.guarantee("a connection breaks before, during or after the payload")
 @pytest.mark.guarantee("a trainer that takes from rings over the network is killed, or its connection breaks")
 @pytest.mark.guarantee("a connection breaks, or a listener is killed, while a trainer consumes what it took")

@@ -172,7 +172,7 @@ def test_what_a_write_to_a_synced_ring_returned_for_is_there_after_a_loss_of_pow
 
 @pytest.mark.guarantee("their host loses its power, without")
 @needs_compiler
-@pytest.mark.nightly(keep=2)
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("seed", range(40))
 def test_without_a_sync_nothing_that_was_recorded_comes_again_and_nothing_new_is_refused(
     seed: int, tmp_path: Path

@@ -71,7 +71,7 @@ def left(run: str) -> list[str]:
     return [each.name for each in Path("/dev/shm").iterdir() if run in each.name]
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("wire", "how", "interrupts"),

@@ -79,6 +79,7 @@ def test_a_listener_that_is_killed_in_the_middle_of_a_payload(held_up: Run, way:
         trainer.end()
 
 
+@pytest.mark.nightly
 @pytest.mark.guarantee("a listener is killed while demands wait at it")
 @pytest.mark.parametrize("run", ["tcp"], indirect=True)
 def test_a_listener_that_is_killed_while_a_demand_waits(run: Run) -> None:
@@ -153,6 +154,7 @@ def all_of(run: Run) -> list[int]:
     return [run.writer.pid, parent_of(listener), listener]
 
 
+@pytest.mark.nightly
 @pytest.mark.guarantee("the same, and the ring's writer, supervisor and listeners are killed at once")
 def test_a_ring_killed_as_a_whole_behind_a_consume_is_asked_in_its_segment(doomed: Run, way: Detour) -> None:
     doomed.publish(4)
@@ -221,6 +223,7 @@ def test_a_network_that_is_away_for_too_long_while_a_trainer_consumes(doomed: Ru
         doomed.account(accepted)
 
 
+@pytest.mark.nightly
 @pytest.mark.guarantee("the same, and the ring's writer, supervisor and listeners are killed at once")
 def test_a_ring_elsewhere_that_dies_as_a_whole_behind_a_consume_tells_once_another_writer_has_it(
     doomed: Run, way: Detour

@@ -51,6 +51,7 @@ def test_ranks_that_are_killed_at_any_moment_learn_every_group_once_over_rdma(tm
     killed(tmp_path, "rdma", seed=1, kills=4, of_all=1)
 
 
+@pytest.mark.nightly
 @pytest.mark.guarantee("the rank of a mesh that plans is killed")
 def test_another_rank_plans_on_when_the_one_that_plans_is_killed(tmp_path: Path) -> None:
     killed(tmp_path, "mapped", seed=2, kills=3, of_all=0, planner_alone=True)
@@ -232,6 +233,7 @@ def started(stack: ExitStack, prefix: str, *groups: str) -> subprocess.Popen[byt
     return process
 
 
+@pytest.mark.nightly
 @pytest.mark.guarantee("a rollout of a mesh is killed behind a group")
 def test_a_group_that_a_killed_rollout_writes_anew_is_learned_once() -> None:
     prefix = f"mesh-{secrets.token_hex(4)}-"

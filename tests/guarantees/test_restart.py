@@ -42,7 +42,7 @@ def test_a_job_killed_whole_is_restored_with_other_rings_and_trains_on_each_once
     assert [(row["lost"], row["twice"], row["problem"]) for row in rows] == [(0, 0, "")] * count
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.guarantee("every process of a job is killed, its rings in files")
 @pytest.mark.guarantee("their host starts again")
 @pytest.mark.timeout(600)
@@ -62,7 +62,7 @@ def test_a_job_killed_whole_goes_on_over_files_and_on_several_hosts(way: str, ho
     assert [(row["lost"], row["twice"], row["problem"]) for row in rows] == [(0, 0, "")] * count
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.guarantee("the same, while a snapshot is taken or restored")
 @pytest.mark.parametrize("event", ["taken", "restoring"])
 def test_a_job_killed_at_a_cut_or_while_it_restores_loses_nothing_and_repeats_nothing(event: str) -> None:

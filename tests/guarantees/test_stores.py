@@ -88,6 +88,7 @@ def server() -> Iterator[RedisServer]:
         yield made
 
 
+@pytest.mark.nightly
 @pytest.mark.guarantee("the store of a mesh is killed")
 def test_a_store_that_is_killed_in_the_middle_of_a_step_and_comes_back_costs_nothing(
     ring: SharedRingBuffer, prefix: str, server: RedisServer
@@ -115,7 +116,7 @@ def test_a_store_that_is_killed_in_the_middle_of_a_step_and_comes_back_costs_not
     assert ring.native.unread == 0
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.guarantee("the store of a mesh is killed")
 @pytest.mark.parametrize(
     ("fault", "error"),

@@ -74,6 +74,7 @@ def client(request: pytest.FixtureRequest) -> Iterator[BlockingClient]:
         yield made
 
 
+@pytest.mark.nightly(keep=1)
 def test_a_reader_sees_one_payload_of_four_parts_and_acknowledges_all(rings: Rings, client: BlockingClient) -> None:
     *_, valued = rings.chain()
     payload = read_joined(client, valued.to_text())
@@ -113,6 +114,7 @@ def test_a_payload_without_parents_is_one_part(rings: Rings, client: BlockingCli
         assert dict(payload)["prompt"] == "x"
 
 
+@pytest.mark.nightly(keep=1)
 def test_some_fields_are_read_from_the_parts_that_have_them(rings: Rings, client: BlockingClient) -> None:
     *_, valued = rings.chain()
     payload = read_joined(client, valued, fields=("tokens", "reward"))
@@ -123,6 +125,7 @@ def test_some_fields_are_read_from_the_parts_that_have_them(rings: Rings, client
     assert all(wait_free(ring) for ring in rings.all)  # also of the parts whose fields were not asked for
 
 
+@pytest.mark.nightly(keep=1)
 def test_fields_that_no_part_has_are_named(rings: Rings, client: BlockingClient) -> None:
     *_, valued = rings.chain()
     with pytest.raises(SchemaError, match="no part of it has nothing, rewards"):
@@ -133,6 +136,7 @@ def test_fields_that_no_part_has_are_named(rings: Rings, client: BlockingClient)
             payload["token"]
 
 
+@pytest.mark.nightly(keep=1)
 def test_a_part_that_is_gone_is_named_and_nothing_is_acknowledged(rings: Rings, client: BlockingClient) -> None:
     rolled, *_, valued = rings.chain()
     rings.rollout.discard(rolled)
@@ -152,6 +156,7 @@ def test_a_client_that_acknowledges_on_arrival_is_refused(rings: Rings) -> None:
     assert rings.free() == [3, 3, 3, 3]
 
 
+@pytest.mark.nightly(keep=1)
 def test_a_field_in_two_parts_is_an_error(rings: Rings, client: BlockingClient) -> None:
     rolled, _, rewarded, _ = rings.chain()
     again = rings.reward.write(with_parents({"reward": 3.0}, [rolled, rewarded]))
@@ -159,6 +164,7 @@ def test_a_field_in_two_parts_is_an_error(rings: Rings, client: BlockingClient) 
         read_joined(client, again)
 
 
+@pytest.mark.nightly(keep=1)
 def test_an_exception_in_the_block_acknowledges_nothing(rings: Rings, client: BlockingClient) -> None:
     *_, valued = rings.chain()
     with pytest.raises(ZeroDivisionError), read_joined(client, valued) as payload:
@@ -332,6 +338,7 @@ def acknowledged_before(payload: Any, names: dict[Any, str]) -> list[tuple[str, 
     return [(names[part.ticket.identity], part.rank) for part in payload.to_acknowledge]
 
 
+@pytest.mark.nightly(keep=1)
 def test_a_parent_is_acknowledged_before_every_payload_that_names_it(rings: Rings, client: BlockingClient) -> None:
     """Also where the payload that was asked for names it directly, before another parent that names it, too."""
     rolled = rings.rollout.write({"prompt": "p", "tokens": [1]})

@@ -139,7 +139,7 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.mark.nightly(keep=3)
+@pytest.mark.nightly
 @pytest.mark.ucx
 @pytest.mark.parametrize("before", [True, False], ids=["before", "while"])
 @pytest.mark.parametrize("warm", [True, False], ids=["warm", "cold"])

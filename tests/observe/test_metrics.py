@@ -123,6 +123,7 @@ def test_every_queue_of_a_process_is_shown_until_nobody_shows_it() -> None:
         assert list(ready(exporter.port).values()) == [5]
 
 
+@pytest.mark.nightly
 def test_a_queue_whose_server_hangs_is_left_out_of_a_scrape(ring: SharedRingBuffer) -> None:
     answered = threading.Event()
 
@@ -142,6 +143,7 @@ def test_a_queue_whose_server_hangs_is_left_out_of_a_scrape(ring: SharedRingBuff
         eventually(lambda: ready(exporter.port))
 
 
+@pytest.mark.nightly
 def test_every_one_of_scrapes_at_the_same_time_has_the_queue() -> None:
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)

@@ -198,7 +198,7 @@ def test_a_live_view_needs_a_terminal_and_has_no_json(arguments: list[str], caps
     assert "--once" in capsys.readouterr().err
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("columns", "slots"),
     [(80, "slots free/writing/ready/reading 3/0/1/0 of 4×4.1 kB"), (150, "3/0/1/0 ")],

@@ -166,6 +166,7 @@ def test_its_end_waits_shorter_by_default_once_a_signal_ends_the_program(run: st
         assert usual == told == given
 
 
+@pytest.mark.nightly
 @pytest.mark.ucx
 def test_a_signal_during_the_drain_shortens_it() -> None:
     """In a process of its own, whose drain would be thirty seconds; the test's time limit is shorter."""
@@ -181,6 +182,7 @@ def test_a_signal_during_the_drain_shortens_it() -> None:
         child.wait()
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.ucx
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_rollouts_that_a_signal_ends_wait_together_for_trainers_that_are_yet_to_hear_it(

@@ -189,6 +189,7 @@ def ring_of_a_killed_writer(name: str) -> str:
         return ring.ring_id
 
 
+@pytest.mark.nightly
 def test_a_ring_taken_over_keeps_its_payloads() -> None:
     name = f"rollout-test-{secrets.token_hex(4)}"
     ring_id = ring_of_a_killed_writer(name)
@@ -198,7 +199,7 @@ def test_a_ring_taken_over_keeps_its_payloads() -> None:
     worker.cleanup_ucxx()
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @at_each_line
 def test_a_cleanup_that_is_interrupted_at_any_line_is_finished_by_the_next_one(first: int) -> None:
     of = ("transport.packer", "transport.server", "transport.ring.buffer", "transport.ring.attachment")
@@ -213,7 +214,7 @@ def test_a_cleanup_that_is_interrupted_at_any_line_is_finished_by_the_next_one(f
             assert ring.native.closed and ring.name not in _ring.segments(), interrupt.at
 
 
-@pytest.mark.nightly(keep=3)
+@pytest.mark.nightly
 @at_each_line
 @pytest.mark.parametrize("place", ["host", "given", "directory"])
 @pytest.mark.parametrize("wires", ["mapped", "tcp"])

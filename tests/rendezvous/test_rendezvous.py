@@ -298,6 +298,7 @@ class Away(MemoryStore):
         return super()._renew(leases, lease_s)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("closed", [True, False])
 @asynchronous
 async def test_waiters_learn_of_the_stores_loss_or_from_the_archive(tmp_path: Path, closed: bool) -> None:
@@ -332,6 +333,7 @@ async def test_a_member_whose_store_holds_its_answers_back_stops_when_its_lease_
             assert (await again).round == 2
 
 
+@pytest.mark.nightly
 @asynchronous
 async def test_a_store_that_never_answers_is_lost() -> None:
     with Away() as store:

@@ -422,6 +422,7 @@ def test_the_segment_goes_with_the_last_lease_of_its_last_user() -> None:
     assert not segment_file(ring).exists()
 
 
+@pytest.mark.nightly
 def test_threads_that_close_and_look_at_once_get_named_errors_only() -> None:
     for _ in range(20):
         ring = SharedRingBuffer.create(slots=64, slot_bytes=10)

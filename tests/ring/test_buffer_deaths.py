@@ -156,6 +156,7 @@ last = Last(thread)
         assert child.wait() == 0
 
 
+@pytest.mark.nightly
 def test_a_reader_that_ends_with_views_in_hand_leaves_no_segment() -> None:
     body = """
 import sys
@@ -251,6 +252,7 @@ def test_the_last_loan_of_a_closed_writer_removes_no_ring_that_its_successor_fil
         assert again.tickets() == [ticket]
 
 
+@pytest.mark.nightly
 def test_an_interrupt_while_the_segment_is_made_removes_it() -> None:
     """A real signal: it arrives in the native call, and is handled when that has returned."""
     prefix = f"/transport-interrupted-{os.getpid()}-"

@@ -235,6 +235,7 @@ def test_payloads_with_changed_bytes_are_counted_and_freed_and_the_others_are_th
         assert len(take_all(ring, ConsumedRecord())) == 4
 
 
+@pytest.mark.nightly
 @needs_compiler
 def test_a_payload_that_the_disk_does_not_take_is_not_published(file: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
@@ -334,6 +335,7 @@ with SharedRingBuffer.create(SCHEMA, slots=4, file=own) as ring:
             forget(file)
 
 
+@pytest.mark.nightly
 def test_the_name_of_a_file_that_was_deleted_is_reclaimed(file: Path, shown: Callable[..., Any]) -> None:
     with made(file) as ring:
         ring.write(payload(0))

@@ -234,7 +234,7 @@ def test_damaged_bytes_are_an_error_of_their_field_alone() -> None:
             payload.release()
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.ucx
 @pytest.mark.parametrize("wire", ["mapped", "tcp"])
 def test_a_rollout_and_a_trainer_pass_them_on(wire: Any) -> None:

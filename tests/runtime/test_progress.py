@@ -55,7 +55,7 @@ def test_a_terminal_sees_the_batch_progress() -> None:
     assert "4/4" in output
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 def test_what_is_no_terminal_sees_no_bar(stream: str) -> None:
     done = subprocess.run([sys.executable, "-c", FETCHING], capture_output=True, text=True)

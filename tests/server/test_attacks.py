@@ -204,6 +204,7 @@ def strangers(port: int, count: int) -> list[socket.socket]:
     return made
 
 
+@pytest.mark.nightly
 def test_strangers_that_take_every_descriptor_leave_a_listener_to_its_trainers_and_it_says_so(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

@@ -55,6 +55,7 @@ def sealed(data: bytes) -> bytes:
     return bytes(frame_codec.sealed(bytearray(data)))
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("byte", range(0, frame_codec.HEADER_BYTES + frame_codec.RECORD_BYTES, 11))
 @asynchronous
 async def test_one_bit_that_has_changed_in_a_request_ends_its_connection_and_its_claims(
@@ -113,6 +114,7 @@ def mutated(draw: st.DrawFn) -> bytes:
     return sealed(message) if len(message) >= 8 and draw(st.booleans()) else bytes(message)
 
 
+@pytest.mark.nightly
 @given(st.lists(mutated(), min_size=1, max_size=4))
 @examples(12)
 def test_no_bytes_from_a_peer_harm_another(messages: list[bytes]) -> None:

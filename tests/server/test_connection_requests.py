@@ -143,6 +143,7 @@ async def test_without_the_key_nothing_is_consumed_or_discarded(
         assert (ring.statistics().consumes, ring.statistics().discards) == (0, 0)
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("kind", [Kind.ACK, Kind.STATE])
 @pytest.mark.parametrize("rank", [1, 16, 255])
 @asynchronous
@@ -287,6 +288,7 @@ async def test_joined_payloads_are_sent_from_their_slots_and_pinned_meanwhile(ro
 # --- requests that a listener refuses, limits or holds up
 
 
+@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize(
     ("changes", "code"),
     [
@@ -395,6 +397,7 @@ async def test_ranges_within_the_payload_come_joined_with_their_checksums(ring: 
         assert ring.statistics().free == SLOTS  # one acknowledgement for all of them
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize(
     ("units", "size"),
     [

@@ -35,6 +35,7 @@ with Rollout(ring=RingOptions(slot_bytes=64), slots=2, mode="thread"):
 """
 
 
+@pytest.mark.nightly
 def test_the_processes_of_a_killed_rollout_let_go_of_its_standard_error() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", WRITER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -51,6 +52,7 @@ def test_the_processes_of_a_killed_rollout_let_go_of_its_standard_error() -> Non
     eventually(lambda: name not in segments(), "the segment is gone")
 
 
+@pytest.mark.nightly
 def test_a_rollout_without_a_route_says_that_others_do_not_reach_it() -> None:
     assert "TRANSPORT_ADDRESSES" in said_in_own_network(OFFLINE)
     assert "TRANSPORT_ADDRESSES" not in said_in_own_network(OFFLINE, TRANSPORT_ADDRESSES="127.0.0.1")

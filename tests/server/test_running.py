@@ -75,6 +75,7 @@ def config(ring: SharedRingBuffer) -> ListenerConfig:
     return ListenerConfig(segment=ring.name, port=0, settings=Settings())
 
 
+@pytest.mark.nightly
 def test_a_server_that_stops_waits_until_killed_listeners_have_left_so_that_the_writer_removes_the_segment(
     ring: SharedRingBuffer, killed: int
 ) -> None:
@@ -183,12 +184,14 @@ with SharedRingBuffer.create(slots=2, slot_bytes=64) as ring, UCXXServer(ring, (
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.ucx
 def test_a_server_starts_where_standard_error_is_closed() -> None:
     command = ["sh", "-c", 'exec "$0" -c "$1" 2>&-', sys.executable, _SERVES]
     assert subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout == "1\n"
 
 
+@pytest.mark.nightly
 @pytest.mark.ucx
 def test_no_child_is_forked_that_would_have_the_pipes_of_a_supervisor(
     ring: SharedRingBuffer, monkeypatch: pytest.MonkeyPatch
@@ -212,6 +215,7 @@ def test_no_child_is_forked_that_would_have_the_pipes_of_a_supervisor(
         assert forks[:1] == ["later"]
 
 
+@pytest.mark.nightly
 @pytest.mark.ucx
 def test_a_drain_goes_on_when_the_supervisor_was_told_to_end_with_its_writer() -> None:
     """As a scheduler does that sends SIGTERM to all processes of a job."""

@@ -54,6 +54,7 @@ def busy_port() -> Iterator[int]:
         yield other.getsockname()[1]
 
 
+@pytest.mark.nightly(keep=1)
 @both_modes
 def test_every_port_serves_and_tickets_name_them_all(ring: SharedRingBuffer, mode: Any) -> None:
     with UCXXServer(ring, (0, 0), addresses=LOCAL, mode=mode) as server:
@@ -70,6 +71,7 @@ def test_every_port_serves_and_tickets_name_them_all(ring: SharedRingBuffer, mod
     assert listener_pids(ring) == {}
 
 
+@pytest.mark.nightly(keep=1)
 @both_modes
 def test_a_port_is_usable_again_at_once_after_a_close_with_clients(ring: SharedRingBuffer, mode: Any) -> None:
     ports = (lasting_port(),)
@@ -94,6 +96,7 @@ def test_a_busy_port_is_an_error_and_leaves_nothing_running(ring: SharedRingBuff
         assert read(ring.write_raw(b"x")) == b"x"
 
 
+@pytest.mark.nightly(keep=1)
 @both_modes
 def test_starting_twice_is_refused_and_closing_twice_is_not(ring: SharedRingBuffer, mode: Any) -> None:
     server = UCXXServer(ring, addresses=LOCAL, mode=mode)
@@ -149,6 +152,7 @@ def test_close_waits_for_unread_payloads_and_serves_them_meanwhile(
     assert ring.statistics().free == ring.slot_count
 
 
+@pytest.mark.nightly(keep=1)
 @both_modes
 def test_close_does_not_wait_for_a_view_of_a_payload_that_was_consumed(ring: SharedRingBuffer, mode: Any) -> None:
     with SharedRingBuffer.attach(ring.name, role="reader") as reader:
@@ -160,6 +164,7 @@ def test_close_does_not_wait_for_a_view_of_a_payload_that_was_consumed(ring: Sha
         assert bytes(claim.payload.data) == b"x"
 
 
+@pytest.mark.nightly(keep=1)
 @both_modes
 def test_close_gives_up_unread_payloads_when_its_time_is_over(ring: SharedRingBuffer, mode: Any) -> None:
     server = UCXXServer(ring, addresses=LOCAL, mode=mode).start()
@@ -194,6 +199,7 @@ print(ring.name, flush=True)
     eventually(lambda: not (Path("/dev/shm") / name.removeprefix("/")).exists())
 
 
+@pytest.mark.nightly(keep=1)
 @both_modes
 def test_a_server_bound_to_an_address_is_reached_there_and_only_there(ring: SharedRingBuffer, mode: Any) -> None:
     own = advertised()[0]
@@ -207,6 +213,7 @@ def test_a_server_bound_to_an_address_is_reached_there_and_only_there(ring: Shar
         assert read(ticket) == noise(100_000).tobytes()
 
 
+@pytest.mark.nightly(keep=1)
 @both_modes
 @pytest.mark.parametrize("bind", ["192.0.2.1", "not an address"])
 def test_an_address_that_is_not_of_this_host_is_named(ring: SharedRingBuffer, mode: Any, bind: str) -> None:

@@ -28,7 +28,7 @@ def listeners_of(ring: SharedRingBuffer) -> list[int]:
     return [owner.pid for owner in ring.native.owners() if owner.alive and is_listener(owner.pid)]
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("whom", ["listener", "supervisor", "both"])
 def test_a_stopped_process_of_a_server_ends_with_it(whom: str, capfd: pytest.CaptureFixture[str]) -> None:
     with SharedRingBuffer.create(slots=2, slot_bytes=100) as ring:

@@ -100,7 +100,7 @@ def reads(ring: SharedRingBuffer, count: int) -> None:
     run(reading())
 
 
-@pytest.mark.nightly(keep=2)
+@pytest.mark.nightly
 @both_modes
 @pytest.mark.parametrize("saying", SAYINGS)
 def test_a_stranger_that_stays_is_ended_and_keeps_no_core_busy(mode: Any, saying: str) -> None:
@@ -153,7 +153,7 @@ def test_two_thousand_strangers_leave_nothing_and_readers_go_on(mode: Any) -> No
         assert mode == "thread" or listener_pids(ring)[port] == pid
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @both_modes
 def test_a_client_that_is_connected_for_long_is_no_stranger(mode: Any) -> None:
     """It has said less than a stranger on the connection that it made, and keeps it."""

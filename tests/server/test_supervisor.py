@@ -99,6 +99,7 @@ def silence_s(ring: SharedRingBuffer, pid: int) -> float:
     return (time.monotonic_ns() - beat) / 1e9
 
 
+@pytest.mark.nightly
 def test_adopting_keeps_the_order_of_the_ports() -> None:
     with served() as (ring, server):
         for ports in (server.ports, server.ports[::-1]):
@@ -145,6 +146,7 @@ with SharedRingBuffer.attach(sys.argv[1], role="writer"):
 """
 
 
+@pytest.mark.nightly
 def test_another_writer_beside_the_first_one_takes_nothing_over() -> None:
     with served() as (ring, server):
         config = SupervisorConfig(
@@ -158,6 +160,7 @@ def test_another_writer_beside_the_first_one_takes_nothing_over() -> None:
             assert other.wait() == 0
 
 
+@pytest.mark.nightly
 def test_a_listener_that_has_moved_is_adopted_where_it_is() -> None:
     with served() as (ring, server):
         here, moved = server.ports
@@ -187,6 +190,7 @@ async def test_a_supervisor_that_stood_still_itself_does_not_hold_it_against_its
         assert listener_pids(ring)[server.ports[0]] == asleep
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("victim", ["supervisor", "listener"])
 def test_a_server_starts_although_what_it_starts_is_killed_again_and_again(victim: str) -> None:
     killed: set[int] = set()

@@ -108,6 +108,7 @@ def test_a_listener_that_is_terminated_while_lingering_takes_no_payload_with_it(
     eventually(lambda: writer.gone(name))
 
 
+@pytest.mark.nightly
 def test_a_port_that_a_killed_writer_still_has_names_its_ring_and_the_ring_takes_it_over(name: str) -> None:
     writer = Writer(name, 2, ports=1)
     with writer.child as child:
@@ -193,6 +194,7 @@ def test_a_successor_killed_while_the_old_supervisor_ends_takes_no_payload_with_
     eventually(lambda: writer.gone(name))
 
 
+@pytest.mark.nightly
 def test_a_listener_that_does_not_hear_that_its_writer_was_killed_is_killed_and_the_ring_goes(name: str) -> None:
     writer = Writer(name, 0, msgspec.structs.replace(QUICK, watchdog_s=60.0), ports=1)  # it is not taken for stopped
     (listener,) = writer.listeners.values()
@@ -214,6 +216,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("killed", ["listener", "trainer"])
 def test_an_orphaned_listener_waits_for_no_trainer_that_cannot_ask_any_more(name: str, killed: str) -> None:
     writer = Writer(name, 1, msgspec.structs.replace(QUICK, linger_s=1000.0), ports=2)

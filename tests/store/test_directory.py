@@ -422,6 +422,7 @@ def test_an_old_ticket_finds_the_server_that_was_restarted_elsewhere(store: SQLi
     assert Directory(store).find(old[0].ring) is None  # withdrawn
 
 
+@pytest.mark.nightly
 @pytest.mark.ucx
 @pytest.mark.slow
 def test_a_dead_servers_tickets_are_lost_once_its_lease_has_ended(store: SQLiteStore, ring_name: str) -> None:

@@ -512,6 +512,7 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("last", ["end", "close", "kill"])
 @both
 def test_a_ring_of_several_writers_has_ended_when_none_has_yet_to_say_it(

@@ -186,6 +186,7 @@ def test_a_duplicate_ends_with_its_parts(stages: Stages, trainer: Make) -> None:
     assert stages.all_free()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_duplicate_whose_parts_are_out_of_reach_keeps_nothing_from_the_trainer(
     stages: Stages, trainer: Make, monkeypatch: pytest.MonkeyPatch
@@ -234,6 +235,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.nightly
 def test_what_a_killed_trainer_had_comes_whole_to_the_next(stages: Stages, trainer: Make) -> None:
     told = msgspec.json.encode([[each.to_json() for each in of] for of in (OF_PARENTS, [REWARD])])
     rewarded = stages.write(1)[2]

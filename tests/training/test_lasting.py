@@ -121,7 +121,7 @@ def test_a_take_that_is_interrupted_at_any_line_gives_every_payload_to_a_later_o
 
 
 @pytest.mark.slow
-@pytest.mark.nightly(keep=2)
+@pytest.mark.nightly
 @at_each_line
 @pytest.mark.parametrize("lost", [False, True])
 def test_a_batch_whose_answers_are_noted_again_after_an_interrupt_at_any_line_is_counted_once(

@@ -81,6 +81,7 @@ def test_a_batch_over_the_wire_is_the_one_from_the_mapped_ring(
     eventually(lambda: ring.statistics().free == SLOTS, "every slot is free")
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("layout", ["list", "packed"])
 def test_payloads_that_came_alone_stand_in_the_batch_as_the_others_do(prefix: str, layout: str) -> None:
     schema = Schema.of(data=("uint8", UpTo(1 << 24)), n=("int64",))
@@ -99,6 +100,7 @@ def test_payloads_that_came_alone_stand_in_the_batch_as_the_others_do(prefix: st
         eventually(lambda: ring.statistics().free == 4, "the reads under claims have ended")
 
 
+@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize("wire", ["mapped", NETWORK_WIRE])
 @pytest.mark.parametrize(
     ("shape", "error", "message"),

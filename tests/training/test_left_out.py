@@ -105,7 +105,7 @@ with Trainer(Schema.of(x="int64"), sys.argv[1], wire={sys.argv[2]}) as trainer:
 """
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.ucx
 @pytest.mark.parametrize(("wire", "more"), [("mapped", 30), ("tcp", 40)])
 def test_a_trainer_without_descriptors_for_every_ring_takes_from_the_others_and_names_the_limit(

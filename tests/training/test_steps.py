@@ -117,6 +117,7 @@ def test_every_step_has_whole_groups_and_the_loop_ends_with_the_data(
     assert ring.native.unread == 0
 
 
+@pytest.mark.nightly(keep=1)
 def test_a_group_that_is_in_two_rings_is_one(prefix: str, wire: str) -> None:
     with (
         ring_of(f"{prefix}a", schema=SCHEMA, slot_bytes=None) as one,
@@ -175,6 +176,7 @@ def test_a_group_that_will_not_complete_is_dropped_or_short(
     assert ring.native.unread == 0
 
 
+@pytest.mark.nightly(keep=1)
 def test_an_ended_group_is_trained_as_it_is(ring: SharedRingBuffer, prefix: str, wire: str) -> None:
     write(ring, "p", 1, count=2)
     ring.mark(end_of("p"))
@@ -293,6 +295,7 @@ def test_a_write_that_cannot_hear_how_many_steps_wait_has_written(prefix: str) -
         assert rollout.wait_turn() and rollout.ring.native.unread == 3
 
 
+@pytest.mark.nightly(keep=1)
 def test_a_rollout_holds_its_own_groups_back_while_nobody_plans(prefix: str, wire: str) -> None:
     with Rollout(SCHEMA, f"rings:{prefix}", ahead=1, mode="thread", drain_s=0) as rollout:
 
@@ -516,6 +519,7 @@ def test_a_sample_beyond_its_groups_size_is_left_out(ring: SharedRingBuffer, pre
     assert ring.native.unread == 0
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.guarantee("a rollout of a mesh is killed behind a group")
 def test_a_group_that_is_written_anew_long_after_it_was_learned_is_left_out(
     ring: SharedRingBuffer, prefix: str, wire: str
@@ -537,6 +541,7 @@ def test_a_group_that_is_written_anew_long_after_it_was_learned_is_left_out(
         assert learned(trainer, 1) == [[8] * 4]
 
 
+@pytest.mark.nightly
 def test_a_group_that_is_made_again_when_it_was_returned_is_learned_once_whoever_is_told_again(prefix: str) -> None:
     def rollout() -> Rollout:
         return Rollout(SCHEMA, f"rings:{prefix}", name="one", mode="thread", drain_s=0)
@@ -594,6 +599,7 @@ def test_the_last_groups_are_a_short_step_or_none(ring: SharedRingBuffer, prefix
     assert ring.native.unread == 0
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.guarantee("all ranks of a mesh are killed")
 def test_a_record_leaves_out_what_a_checkpoint_has(ring: SharedRingBuffer, prefix: str, wire: str) -> None:
     for value in range(4):
@@ -757,6 +763,7 @@ def test_a_step_whose_consume_was_interrupted_at_any_line_is_in_the_record_when_
             assert not any(record.accept(*delivery) for delivery in step.deliveries), interrupt.at
 
 
+@pytest.mark.nightly
 def test_the_end_of_a_group_lasts_as_long_as_its_samples(ring: SharedRingBuffer, prefix: str, wire: str) -> None:
     write(ring, "p", 1, count=2)
     ring.mark(end_of("p"))
@@ -768,6 +775,7 @@ def test_the_end_of_a_group_lasts_as_long_as_its_samples(ring: SharedRingBuffer,
     assert ring.native.unread == 0
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("anew", [True, False])
 def test_a_step_that_becomes_void_when_the_end_was_said_comes_again_before_it(
@@ -1148,7 +1156,7 @@ def test_a_planner_that_is_started_again_waits_for_no_lease() -> None:
         assert not before.lead() and other.lead()
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @at_each_line
 def test_a_close_that_is_interrupted_at_any_line_consumes_what_was_learned_and_forgets_it(
     prefix: str, first: int

@@ -83,6 +83,7 @@ def test_the_loop_ends_with_the_data_and_every_payload_is_consumed_once(
     assert ring.native.depth(0)["done"] == 10
 
 
+@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize("layout", [None, "list", "padded", "packed"])
 def test_a_batch_is_arrays_and_payloads_whichever_somebody_looks_at(
     ring: SharedRingBuffer, prefix: str, wire: str, layout: str | None
@@ -159,6 +160,7 @@ def test_a_payload_of_a_batch_is_one_as_a_read_brings_it(ring: SharedRingBuffer,
         assert batch.accepted.all()
 
 
+@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize("end", ["give_back", "release", "drop", "with"])
 def test_what_is_not_consumed_comes_again(ring: SharedRingBuffer, prefix: str, wire: str, end: str) -> None:
     write(ring, 1, 2)

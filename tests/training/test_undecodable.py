@@ -16,6 +16,7 @@ pytestmark = pytest.mark.ucx
 LARGE = (9 << 20) // 8  # beyond what one answer to a demand brings: read under its claim
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("described", [True, False])
 @pytest.mark.parametrize(("wire", "count"), [("mapped", 4), (NETWORK_WIRE, 4), (NETWORK_WIRE, LARGE)])
 def test_a_ticket_of_another_version_fails_alone_and_the_others_are_trained_on(

@@ -101,6 +101,7 @@ def test_a_rank_that_fails_takes_all_back_to_the_version_before(barrier: UpdateB
         assert all(serves(model, 3) for model in models)
 
 
+@pytest.mark.nightly
 def test_a_first_version_that_one_rank_cannot_load_leaves_those_that_have_a_mixture(barrier: UpdateBarrier) -> None:
     def fail(_: object) -> None:
         raise MemoryError("no room")
@@ -117,6 +118,7 @@ def test_a_first_version_that_one_rank_cannot_load_leaves_those_that_have_a_mixt
         assert all(serves(model, 2) for model in models)
 
 
+@pytest.mark.nightly
 def test_a_rank_that_is_interrupted_after_the_decision_keeps_what_all_have_loaded(
     barrier: UpdateBarrier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,7 +140,7 @@ def test_a_rank_that_is_interrupted_after_the_decision_keeps_what_all_have_loade
         assert all(serves(model, 3) for model in models)
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("step", ["keep", "finalize"])
 def test_a_rank_that_is_interrupted_as_it_keeps_a_version_keeps_it_when_the_commit_is_repeated(
     barrier: UpdateBarrier, step: str, monkeypatch: pytest.MonkeyPatch
@@ -182,6 +184,7 @@ def test_an_interrupt_does_not_wait_for_a_call_of_the_framework(
             returns.set()
 
 
+@pytest.mark.nightly
 def test_a_rank_that_is_interrupted_in_a_commit_long_after_the_stage_keeps_what_all_have_loaded(
     barrier: UpdateBarrier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,7 +216,7 @@ def landed_everywhere(barrier: UpdateBarrier, member: BarrierRank) -> None:
             assert store.watch(key, ABSENT, 30) is not None
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("by", ["the rank itself", "the framework"])
 def test_a_version_that_one_has_seen_fail_is_loaded_by_none(barrier: UpdateBarrier, by: str) -> None:
     with everyone_of(barrier) as (everyone, models, update):
@@ -256,6 +259,7 @@ def test_a_version_that_one_has_seen_fail_is_loaded_by_none(barrier: UpdateBarri
         assert all(serves(model, 3) for model in models)
 
 
+@pytest.mark.nightly
 def test_a_rank_that_was_started_again_takes_part_in_the_next_attempt(barrier: UpdateBarrier) -> None:
     with everyone_of(barrier) as (everyone, models, update):
         assert update(1) == [None] * 4
@@ -284,6 +288,7 @@ def test_what_was_staged_and_not_committed_is_dropped(barrier: UpdateBarrier) ->
         assert all(serves(model, 3) for model in models)
 
 
+@pytest.mark.nightly
 def test_a_stage_that_is_given_up_calls_nothing_of_a_rank_that_is_mixed(barrier: UpdateBarrier) -> None:
     loads: list[object] = []
 
@@ -304,6 +309,7 @@ def test_a_stage_that_is_given_up_calls_nothing_of_a_rank_that_is_mixed(barrier:
         assert all(serves(model, 5) for model in models)
 
 
+@pytest.mark.nightly
 def test_a_rank_that_lost_its_way_to_the_store_is_not_counted(
     barrier: UpdateBarrier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -380,7 +386,7 @@ def test_a_rank_that_waits_says_again_and_again_that_it_has_come_so_far(
         waiting.join()
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("stays", [True, False])
 def test_a_rank_that_cannot_learn_whether_its_version_stays_is_mixed_and_asks_again(
     barrier: UpdateBarrier, stays: bool, monkeypatch: pytest.MonkeyPatch
@@ -444,6 +450,7 @@ def test_a_receiver_that_was_called_by_a_trainer_that_is_gone_follows_the_next_o
         assert not any(serves(model, 1) for model in models)
 
 
+@pytest.mark.nightly
 def test_an_attempt_ends_for_all_when_the_first_sender_begins_another_one(barrier: UpdateBarrier) -> None:
     patient = msgspec.structs.replace(barrier, timeout_s=3600)
     with everyone_of(patient) as (everyone, models, update):
@@ -465,6 +472,7 @@ def test_an_attempt_ends_for_all_when_the_first_sender_begins_another_one(barrie
         assert all(serves(model, 3) for model in models)
 
 
+@pytest.mark.nightly
 def test_an_error_of_any_text_is_told_to_all(barrier: UpdateBarrier) -> None:
     with everyone_of(msgspec.structs.replace(barrier, timeout_s=3600)) as (everyone, models, update):
         assert update(1) == [None] * 4
@@ -521,6 +529,7 @@ def test_a_rank_whose_tensor_differs_in_dtype_or_shape_or_is_not_there_is_told_a
         assert all((tensors[name] == sent[name]).all() for name in sent)
 
 
+@pytest.mark.nightly
 def test_a_rank_that_was_started_again_since_the_stage_ends_the_commit_of_all(barrier: UpdateBarrier) -> None:
     patient = msgspec.structs.replace(barrier, timeout_s=600)
     with everyone_of(patient) as (everyone, models, update):
@@ -764,6 +773,7 @@ for thread in threads:
 """
 
 
+@pytest.mark.nightly
 def test_a_program_that_leaves_its_ranks_open_ends_without_a_word_and_leaves_no_segment(tmp_path: Path) -> None:
     prefix = f"left-open-{secrets.token_hex(4)}-"
     ended = subprocess.run(

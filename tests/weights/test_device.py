@@ -48,6 +48,7 @@ async def held_by(made: list[WeightsEngine], version: int, weights: dict[str, An
     return held
 
 
+@pytest.mark.nightly(keep=1)
 # --- out of device memory -------------------------------------------------------------------------------------
 @pytest.mark.parametrize("specs", [None, specs_of(version_of(0))])
 @asynchronous
@@ -129,6 +130,7 @@ def test_verls_engine_takes_tensors_from_the_stream_of_the_thread_that_makes_the
             each.close()
 
 
+@pytest.mark.nightly
 @asynchronous
 async def test_changes_are_found_in_device_memory(cupy: Any) -> None:
     async with engines("ab", delta=True) as made:

@@ -89,6 +89,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.nightly
 @asynchronous
 async def test_replicas_of_a_host_that_share_no_memory_receive_a_version_each() -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(mounts.__file__).parent)}
@@ -181,7 +182,7 @@ def test_sizes_that_make_no_sense(options: dict[str, Any]) -> None:
         engine("e", **options)
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("mapped", [False, True])
 def test_a_version_that_a_dead_reader_never_gave_back_is_free_for_the_one_after_the_next(mapped: bool) -> None:
     layout = row_of(specs_of(version_of(1)))
@@ -256,6 +257,7 @@ class Source:
         yield from version_of(version).items()
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(("policy", "states"), [("exclude", ["excluded", "serving"]), ("fail_job", ["excluded"] * 2)])
 @asynchronous
 async def test_policies_that_do_not_restore(policy: Any, states: list[str]) -> None:
@@ -328,6 +330,7 @@ def prefix() -> Iterator[str]:
         left.unlink()
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("others", ["", "a"])
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])

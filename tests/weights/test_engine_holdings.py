@@ -48,7 +48,7 @@ async def engines(prefix: str) -> list[WeightsEngine]:
     return made
 
 
-@pytest.mark.nightly(keep=3)
+@pytest.mark.nightly
 @pytest.mark.parametrize("turns", range(12))
 @asynchronous
 async def test_a_close_that_is_cancelled_at_any_step_leaves_nothing(turns: int) -> None:
@@ -73,6 +73,7 @@ async def test_a_close_that_is_cancelled_at_any_step_leaves_nothing(turns: int) 
     assert segments(prefix) == []
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)], ids=["landed first", "mapped first"])
 @asynchronous
 async def test_members_of_a_host_release_a_version_in_any_order_and_its_memory_is_used_again(

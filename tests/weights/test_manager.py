@@ -290,6 +290,7 @@ async def group_of(replicas: int, **options: Any) -> AsyncIterator[MemberGroup]:
         await group.close()
 
 
+@pytest.mark.nightly
 @asynchronous
 async def test_when_every_member_is_killed_their_closing_removes_what_they_left() -> None:
     async with group_of(3) as group:
@@ -309,7 +310,7 @@ async def test_when_every_member_is_killed_their_closing_removes_what_they_left(
         assert left() == []
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("wires", "error"), [(None, WeightsChecksumError), (["tcp"], RetriesExhaustedError)], ids=["mapped", "tcp"]
 )

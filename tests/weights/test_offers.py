@@ -139,7 +139,7 @@ def offered(place: str, wire: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         yield queue, offers, client
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("wire", ["mapped", "tcp"])
 def test_no_replica_holds_up_the_trainer_and_each_gets_the_newest(offered: Any) -> None:
     """One takes many versions, one the last, one begins again."""
@@ -158,6 +158,7 @@ def test_no_replica_holds_up_the_trainer_and_each_gets_the_newest(offered: Any) 
     assert take(queue, 1) == []  # weights are no payloads
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("wire", ["tcp"])
 def test_a_version_that_was_taken_over_a_wire_is_no_fault(offered: Any, capfd: pytest.CaptureFixture[str]) -> None:
     queue, offers, client = offered
@@ -167,18 +168,21 @@ def test_a_version_that_was_taken_over_a_wire_is_no_fault(offered: Any, capfd: p
     assert "WARNING" not in capfd.readouterr().err
 
 
+@pytest.mark.nightly
 def test_weights_on_offer_are_no_run_to_read_from(place: str) -> None:
     with open_rings(place) as queue, Offers(SCHEMA, queue) as offers, open_rings(f"{place}other-") as other:
         offers.publish(weights_of(1), 1)
         assert "rings:offers-" not in re.split(r"[ ,()]+", str(other.why_nothing()))  # as its ring would be told
 
 
+@pytest.mark.nightly
 def test_versions_on_offer_take_little_more_memory_than_four_of_them(place: str) -> None:
     for size in (1 << 20, 8 << 20):
         with open_rings(place) as queue, Offers(Schema.of(w=("uint8", size)), queue) as offers:
             assert 4 * size <= offers._ring.slot_count * size <= max(4 * size, 16 << 20)
 
 
+@pytest.mark.nightly
 def test_a_version_that_is_not_newer_is_refused_and_the_newest_stays_on_offer(offered: Any) -> None:
     queue, offers, client = offered
     taker = Taker(ReferenceWorker("own"))
@@ -192,6 +196,7 @@ def test_a_version_that_is_not_newer_is_refused_and_the_newest_stays_on_offer(of
     assert taker.follow(queue, client)
 
 
+@pytest.mark.nightly
 def test_a_version_is_tried_again_where_taking_it_was_interrupted(offered: Any) -> None:
     class Interrupted(ReferenceWorker):
         def load(self, weights: Any, version: int) -> Any:
@@ -275,7 +280,7 @@ def test_a_wrong_call_leaves_the_version_on_offer(offered: Any) -> None:
         Taker(ReferenceWorker("own")).follow(queue, client)
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("directory", [False, True])
 def test_a_trainer_that_begins_again_may_offer_smaller_versions(place: str, directory: bool, tmp_path: Path) -> None:
     if directory:  # whose notices outlive the trainer

@@ -37,7 +37,7 @@ from transport.weights.worker import Replica
 pytestmark = pytest.mark.ucx
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("trainers", "engines", "shape"),
     [
@@ -58,6 +58,7 @@ async def test_every_rank_serves_its_shards_of_every_version(trainers: int, engi
             assert set(made.manager.admitted.values()) == {version}
 
 
+@pytest.mark.nightly
 @asynchronous
 async def test_no_rank_sends_more_than_its_share_and_every_host_receives_what_it_lacks_once() -> None:
     async with job(4, ["aa", "aa", "bb"], shape="chain") as made:
@@ -75,6 +76,7 @@ async def test_no_rank_sends_more_than_its_share_and_every_host_receives_what_it
             assert carried < 1.3 * model, f"host {host} received a byte more than once"
 
 
+@pytest.mark.nightly
 @asynchronous
 async def test_a_relay_has_few_buckets_of_its_parent_on_the_link_so_that_it_soon_has_one_to_pass_on(
     monkeypatch: pytest.MonkeyPatch,
@@ -110,6 +112,7 @@ async def test_a_relay_has_few_buckets_of_its_parent_on_the_link_so_that_it_soon
         assert most[clients[1]] in (3, 4), "one from each"
 
 
+@pytest.mark.nightly
 @asynchronous
 async def test_a_relay_whose_child_is_slow_goes_on_reading_and_holds_no_memory_for_it(
     monkeypatch: pytest.MonkeyPatch,
@@ -194,6 +197,7 @@ async def test_a_load_that_fails_on_one_rank_takes_the_whole_engine_back() -> No
         made.serves(3, 3)
 
 
+@pytest.mark.nightly
 @asynchronous
 async def test_an_update_in_place_that_fails_spoils_the_replica_until_the_next_version() -> None:
     async with job(2, ["aa"], in_place=True) as made:
@@ -214,7 +218,7 @@ async def test_an_update_in_place_that_fails_spoils_the_replica_until_the_next_v
         assert made.manager.admitted == {"server 0": 3}
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("last", [5, 1000], ids=["one", "all that follow"])
 @pytest.mark.parametrize("in_place", [False, True])
 @asynchronous
@@ -247,6 +251,7 @@ async def test_a_bucket_whose_read_is_cancelled_is_a_failure_of_the_version(
         made.serves(3)
 
 
+@pytest.mark.nightly
 @asynchronous
 async def test_a_failed_update_before_the_first_byte_spoils_nothing() -> None:
     async with job(2, ["aa"], in_place=True) as made:
@@ -295,6 +300,7 @@ async def test_a_rank_that_wants_nothing_has_every_version_at_once() -> None:
             await each.close()
 
 
+@pytest.mark.nightly
 @asynchronous
 async def test_a_replica_that_cannot_hold_two_versions_is_paused_before_the_transfer_and_the_others_are_not(
     caplog: pytest.LogCaptureFixture,

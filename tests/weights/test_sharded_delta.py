@@ -187,6 +187,7 @@ async def test_every_rank_serves_a_version_of_which_only_changes_were_sent(
         made.serves(*[5] * len(engines))
 
 
+@pytest.mark.nightly
 @pytest.mark.ucx
 @asynchronous
 async def test_a_rank_that_lacks_the_version_before_makes_the_next_one_whole() -> None:
@@ -225,7 +226,7 @@ async def test_changes_are_not_made_to_another_version_than_the_one_that_a_rank_
         assert not rank.engine.spoilt
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.ucx
 @pytest.mark.parametrize("in_place", [False, True])
 @asynchronous
@@ -247,7 +248,7 @@ async def test_an_update_that_fails_leaves_the_version_before_or_none_and_the_ne
         assert made.manager.statistics().fallbacks == 0, "no changes since a version that was not sent to its end"
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.ucx
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("in_place", [False, True])
@@ -290,7 +291,7 @@ async def test_changes_that_give_something_else_are_not_served_and_the_version_i
         made.serves(V + 1, V + 1)
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.ucx
 @pytest.mark.parametrize("in_place", [False, True])
 @asynchronous
@@ -328,6 +329,7 @@ async def test_a_whole_version_that_fails_after_wrong_changes_leaves_what_each_r
         made.serves(V + 2, V + 2)
 
 
+@pytest.mark.nightly
 @pytest.mark.ucx
 @asynchronous
 async def test_an_update_that_is_cancelled_after_wrong_changes_sends_nothing_more(
@@ -380,6 +382,7 @@ async def test_a_changed_bucket_that_is_altered_raises_when_a_whole_version_cann
         made.serves(V + 2)
 
 
+@pytest.mark.nightly
 @pytest.mark.ucx
 @asynchronous
 async def test_a_second_version_of_one_group_is_sent_whole() -> None:
@@ -400,6 +403,7 @@ async def test_a_second_version_of_one_group_is_sent_whole() -> None:
             assert received.result().proof.version == version
 
 
+@pytest.mark.nightly
 @pytest.mark.ucx
 @asynchronous
 async def test_a_relay_keeps_few_changes_for_a_slow_child(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,6 +74,7 @@ def check(
     return plan
 
 
+@pytest.mark.nightly
 @examples(RANDOM_SHARDINGS)
 @given(st.integers(0, 2**32))
 def test_every_receiver_gets_its_bytes_once_whatever_the_shardings(seed: int) -> None:

@@ -194,6 +194,7 @@ def going_on(worker: Slow) -> Iterator[None]:
         worker.go_on.set()
 
 
+@pytest.mark.nightly
 @asynchronous
 async def test_a_load_that_outlasts_its_limit_changes_nothing_that_is_admitted_later() -> None:
     worker, quick = Slow(), ReferenceWorker()
@@ -218,6 +219,7 @@ async def test_a_load_that_outlasts_its_limit_changes_nothing_that_is_admitted_l
         assert worker.most == 1
 
 
+@pytest.mark.nightly
 @asynchronous
 async def test_a_version_that_no_manager_has_decided_is_proven_by_none_and_the_next_manager_drops_it() -> None:
     worker = ReferenceWorker()
@@ -280,7 +282,7 @@ class Waits(ReferenceWorker):
         self.resume_generation = wrapped("resume_generation", self.resume_generation)  # type: ignore[method-assign]
 
 
-@pytest.mark.nightly(keep=2)
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("method", ["abort", "release_kv_cache", "resume_kv_cache", "resume_generation", "load"])
 @asynchronous
 async def test_a_call_that_outlasts_its_limit_runs_beside_no_other_and_a_replica_that_takes_traffic_generates(
@@ -527,6 +529,7 @@ class Late(ReferenceWorker):
         super().load(weights, version)
 
 
+@pytest.mark.nightly
 @asynchronous
 async def test_a_worker_that_is_late_is_asked_for_nothing_else_and_its_two_memories_stay_two() -> None:
     worker = Late()

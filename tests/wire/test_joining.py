@@ -40,6 +40,7 @@ with (
 """
 
 
+@pytest.mark.nightly
 @needs_compiler
 def test_a_listener_that_is_killed_while_its_memory_is_joined_is_an_error_and_no_crash(tmp_path: Path) -> None:
     with serving() as (ring, _):
@@ -50,6 +51,7 @@ def test_a_listener_that_is_killed_while_its_memory_is_joined_is_an_error_and_no
         assert "Shared memory error" in lines[-1]
 
 
+@pytest.mark.nightly
 @needs_compiler
 def test_a_listener_that_cannot_join_the_memory_of_a_client_does_not_crash(tmp_path: Path) -> None:
     with Child(WRITES, env=preloaded("memory_refused", tmp_path)) as writer:

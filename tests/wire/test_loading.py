@@ -33,6 +33,7 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.ucx
 def test_a_child_that_is_forked_while_ucx_is_loaded_can_load_it() -> None:
     done = subprocess.run([sys.executable, "-c", FORKED_WHILE_LOADING], capture_output=True, timeout=60, check=False)

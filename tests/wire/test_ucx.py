@@ -514,7 +514,7 @@ async def senders(wire: Any, shift: int = 0) -> AsyncIterator[Senders]:
             made.close()
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.slow
 @over_ucx
 def test_a_peer_killed_at_any_moment_of_its_messages_leaves_nothing_waiting(wire: Any) -> None:
@@ -613,7 +613,7 @@ def test_a_worker_closes_though_half_a_message_that_nobody_received_is_there() -
         assert "closed" in said.splitlines()  # UCX has its say, too
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.slow
 @over_ucx
 @asynchronous

@@ -25,6 +25,7 @@ with SharedRingBuffer.create(slots=2, slot_bytes=4096) as ring, UCXXServer(ring,
 """
 
 
+@pytest.mark.nightly
 @needs_compiler
 def test_a_process_starts_and_reads_though_the_wall_clock_is_set_back_all_the_time(tmp_path: Path) -> None:
     with Child(READS, env=preloaded("clock_set_back", tmp_path)) as child:

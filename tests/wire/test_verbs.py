@@ -89,6 +89,7 @@ def test_plain_names_take_the_places_of_unique_ones() -> None:
     assert verbs._with_plain_names(after) == after
 
 
+@pytest.mark.nightly
 def test_a_release_that_is_laid_out_otherwise_is_left_alone_and_named(tmp_path: Path) -> None:
     card(tmp_path / "cards", "mlx5_0")
     files = (
@@ -112,6 +113,7 @@ def test_the_users_choice_stands(tmp_path: Path) -> None:
     assert verbs.CHOICE in lack.why
 
 
+@pytest.mark.nightly
 def test_a_ucx_that_the_process_has_already_is_named(tmp_path: Path) -> None:
     card(tmp_path / "cards", "mlx5_0")
     lack, files = json.loads(on_host(tmp_path / "cards", "import ucxx\n" + LOADED).stdout)

@@ -90,6 +90,7 @@ async def test_a_handshake_that_comes_in_pieces_is_understood() -> None:
         assert (await opening).ring == RING
 
 
+@pytest.mark.nightly
 @pytest.mark.ucx
 @pytest.mark.slow
 @asynchronous

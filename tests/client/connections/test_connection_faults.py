@@ -136,7 +136,7 @@ async def in_the_middle(
     return link, side, wants, arriving, sending
 
 
-@pytest.mark.nightly(keep=2)
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
     ("wire", "count", "size", "threshold"),
     [
@@ -166,7 +166,7 @@ async def test_a_read_given_up_in_the_middle_of_its_payload_leaves_the_buffer_al
         assert untouched(*wants)
 
 
-@pytest.mark.nightly(keep=2)
+@pytest.mark.nightly(keep=1)
 @over_ucx
 @MIDDLES
 @asynchronous

@@ -162,6 +162,7 @@ async def test_a_link_is_retired_before_its_message_numbers_run_out() -> None:
 # --- refusals -------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly(keep=2)
 @over_ucx
 @pytest.mark.parametrize("size", [LARGE, 20_000, 3 << 20])
 @asynchronous
@@ -239,6 +240,7 @@ async def test_a_status_larger_than_due_is_an_error_and_writes_nothing(size: int
         assert untouched(wanted)
 
 
+@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize(
     "message",
     [
@@ -267,6 +269,7 @@ async def test_an_answer_that_does_not_fit_its_question_is_refused(message: byte
 # --- lengths --------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("first", [False, True], ids=["after", "before"])
 @pytest.mark.parametrize("size", [0, 1, 199])
 @asynchronous

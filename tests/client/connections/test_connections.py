@@ -287,6 +287,7 @@ async def test_acknowledgements_for_a_ring_that_nobody_serves_any_more_end_when_
                 await until(lambda: client.statistics().acks_pending + client.statistics().acks_unconfirmed == 0)
 
 
+@pytest.mark.nightly
 # --- the end of a client -------------------------------------------------------------------------------------
 @asynchronous
 async def test_a_client_that_closes_acknowledges_through_another_port_when_one_is_silent() -> None:
@@ -305,6 +306,7 @@ async def test_a_client_that_closes_acknowledges_through_another_port_when_one_i
             os.kill(silent, signal.SIGCONT)
 
 
+@pytest.mark.nightly
 @asynchronous
 async def test_a_client_that_closes_says_which_acknowledgements_no_port_confirmed(
     caplog: pytest.LogCaptureFixture,

@@ -23,6 +23,7 @@ def places_of(ring: Any, server: UCXXServer, by: str) -> list[Any]:
     return [at(port) for port in server.ports]
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(("wire", "by"), [(NETWORK_WIRE, "ticket"), (NETWORK_WIRE, "address"), ("shm", "ticket")])
 @asynchronous
 async def test_reads_after_a_warm_up_open_no_connection(wire: Any, by: str) -> None:
