@@ -167,9 +167,10 @@ pytest: $(VENV)/installed | redis
 # What takes long and seldom finds what make pytest does not (tests/support/tiers.py). SHORT=1: two cases of each test.
 SHORT ?= 0
 SHARE ?= 1/1
-NIGHTLY := -m pytest --nightly --share $(SHARE) $(if $(filter 1,$(SHORT)),--short)
+ROOMS ?=
+NIGHTLY := -m pytest --nightly --share $(SHARE) $(if $(filter 1,$(SHORT)),--short) $(ROOMS)
 .PHONY: nightly-tests
-nightly-tests: $(VENV)/installed | redis ## the tests that make pytest leaves out; SHARE=1/2: the first half of their files
+nightly-tests: $(VENV)/installed | redis ## the tests that make pytest leaves out; SHARE=1/2: the first half of their files; ROOMS=tests/weights: one room's
 	@$(BIN)/python $(NIGHTLY) -n $(PYTEST_WORKERS) --dist worksteal || $(call tried_again,$(BIN)/python $(NIGHTLY))
 
 .PHONY: nightly

@@ -4,7 +4,8 @@ A fresh Debian runs README's commands with what README names alone, as a user wi
 gets the packages that more tests need. No test runs again that has passed in the same run (`--passed`): the second user
 runs what the first had to skip, and with the packages runs what both had to. What takes long comes by turns, by the
 number of the commit: which Debian, which user is the first, and one of PARTS. Others begin until OTHERS_WITHIN_S have
-gone, first those whose files the last commits touched. docs/developers/TESTING.md has the table.
+gone, first the night's tests of the rooms that the last commits touched, then the parts whose files they touched.
+docs/developers/TESTING.md has the table.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import NamedTuple
 
 from debian_root import ROOT
@@ -64,6 +66,14 @@ def git(*words: str) -> str:
     return subprocess.run(["git", *words], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
 
 
+def night_of(changed: list[str]) -> list[Part]:
+    """The night's tests of the rooms that were touched."""
+    rooms = {Path(path).parts[1] for path in changed if path.startswith(("transport/", "tests/"))}
+    folders = sorted(f"tests/{room}" for room in rooms if any((ROOT / "tests" / room).glob("test_*.py")))
+    command = f"make nightly-tests SHORT=1 ROOMS='{' '.join(folders)}' TRY_AGAIN=1"
+    return [Part("nightly, touched rooms", command)] if folders else []
+
+
 def in_order(number: int, suite: str, changed: list[str]) -> list[Part]:
     """The parts for this commit: those that were touched, the one whose turn it is, the next ones."""
     first = number // 2 % len(PARTS)
@@ -76,7 +86,7 @@ def main() -> int:
     begun, number = time.monotonic(), int(git("rev-list", "--count", "HEAD"))
     suite, first, second = ("bookworm", "trixie")[number % 2], *("$#", "#$")[number // 2 % 2]
     changed = git("log", "--format=", "--name-only", f"-{LAST_COMMITS}").split()
-    parts = in_order(number, suite, changed)
+    parts = [*night_of(changed), *in_order(number, suite, changed)]
     turn = in_order(number, suite, [])[0]
     print(f"commit number {number}: {suite}, {first} first, then {', '.join(part.name for part in parts)}", flush=True)
     options = "PASSED=build/passed TRY_AGAIN=1"
