@@ -6,6 +6,7 @@ import asyncio
 import gc
 import importlib.util
 import os
+import secrets
 import signal
 import sys
 import threading
@@ -63,6 +64,12 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         for report in terminalreporter.getreports("passed"):
             if report.when == "call":
                 terminalreporter.write_line(f"NEEDED A SECOND RUN {report.nodeid}", red=True)
+
+
+@pytest.fixture
+def prefix() -> str:
+    """Of the rings of this test alone."""
+    return f"rings-{secrets.token_hex(4)}-"
 
 
 @pytest.fixture(scope="session", autouse=True)

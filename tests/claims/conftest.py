@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterator
 
 import pytest
@@ -16,12 +15,6 @@ def ring() -> Iterator[SharedRingBuffer]:
     """A ring whose payloads are bytes."""
     with SharedRingBuffer.create(slots=SLOTS, slot_bytes=1 << 16) as made:
         yield made
-
-
-@pytest.fixture
-def prefix() -> str:
-    """The rings of one test belong to it."""
-    return f"rings-{secrets.token_hex(4)}-"
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import secrets
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -25,11 +24,6 @@ from transport.snapshots import snapshot, steps
 from transport.store.stored import encode
 
 SCHEMA = Schema.of(number=("int64",))
-
-
-@pytest.fixture
-def prefix() -> str:
-    return f"commands-{secrets.token_hex(4)}-"
 
 
 @pytest.fixture

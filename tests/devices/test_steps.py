@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,11 +20,6 @@ pytestmark = pytest.mark.ucx
 SCHEMA = Schema.of(
     tokens=("int32", UpTo(64)), logp=Optional("float32", UpTo(64)), score=Optional("bfloat16"), text=("text", UpTo(50))
 )
-
-
-@pytest.fixture
-def prefix() -> str:
-    return f"steps-{secrets.token_hex(4)}-"
 
 
 @pytest.fixture

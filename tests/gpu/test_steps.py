@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,11 +30,6 @@ SCHEMA = Schema.of(
     reward=("float32",),
     text=("text", UpTo(50)),
 )
-
-
-@pytest.fixture
-def prefix() -> str:
-    return f"gpu-steps-{secrets.token_hex(4)}-"
 
 
 @pytest.fixture

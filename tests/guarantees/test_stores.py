@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -30,11 +29,6 @@ pytestmark = [pytest.mark.ucx, needs_redis]
 SCHEMA = Schema.of(tokens=("int32", UpTo(64)))
 CLIENT = ClientOptions(settings=msgspec.structs.replace(DEFAULTS, batch_deadline_s=3.0, read_timeout_s=1.0))
 RANKS, GROUPS = 2, 6
-
-
-@pytest.fixture
-def prefix() -> str:
-    return f"lost-{secrets.token_hex(4)}-"
 
 
 @pytest.fixture

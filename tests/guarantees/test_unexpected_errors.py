@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -42,11 +41,6 @@ FailsOnce = Callable[[type, str], Calls]
 def ring() -> Iterator[SharedRingBuffer]:
     with SharedRingBuffer.create(slots=2, slot_bytes=64) as made:
         yield made
-
-
-@pytest.fixture
-def prefix() -> str:
-    return f"errors-{secrets.token_hex(4)}-"
 
 
 @pytest.fixture

@@ -63,11 +63,6 @@ def values(number: int) -> dict[str, Any]:
 
 
 @pytest.fixture
-def prefix() -> str:
-    return f"snapshots-{secrets.token_hex(4)}-"
-
-
-@pytest.fixture
 def ring(prefix: str) -> Iterator[SharedRingBuffer]:
     with SharedRingBuffer.create(SCHEMA, slots=8, prefix=prefix) as ring:
         yield ring

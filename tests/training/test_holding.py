@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import secrets
 from collections import Counter
 from collections.abc import Iterator
 
@@ -30,16 +29,6 @@ from transport.training.trainer import Trainer
 pytestmark = pytest.mark.ucx
 SCHEMA = Schema.of(tokens=("int32", UpTo(64)))
 OTHER = Schema.of(step=("int64",))
-
-
-@pytest.fixture(params=["mapped", "tcp"])
-def wire(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def prefix() -> str:
-    return f"holding-{secrets.token_hex(4)}-"
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import secrets
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -22,11 +21,6 @@ from transport.packer.options import ClientOptions
 pytestmark = pytest.mark.ucx
 SCHEMA = Schema.of(x="int64")
 both = pytest.mark.parametrize("wire", ["mapped", NETWORK_WIRE])
-
-
-@pytest.fixture
-def prefix() -> str:
-    return f"lasting-{secrets.token_hex(4)}-"
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,11 +28,6 @@ def payload(number: int) -> dict[str, Any]:
         "mask": np.full((number % 6, 3), number % 2, np.bool_),
         "reward": np.asarray(number, DTYPES["bfloat16"]),
     }
-
-
-@pytest.fixture
-def prefix() -> str:
-    return f"laid-out-{secrets.token_hex(4)}-"
 
 
 @pytest.fixture

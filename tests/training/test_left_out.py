@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import secrets
 import subprocess
 import sys
 
@@ -16,12 +15,6 @@ from transport.errors import NoOwnerError
 from transport.ring import attached
 
 SCHEMA = Schema.of(x="int64")
-
-
-@pytest.fixture
-def prefix() -> str:
-    """The rings of one test belong to it."""
-    return f"left-{secrets.token_hex(4)}-"
 
 
 def taken(trainer: Trainer, count: int) -> list[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import secrets
 import threading
 import weakref
 from collections import Counter
@@ -57,16 +56,6 @@ from transport.training.trainer import Trainer
 
 pytestmark = pytest.mark.ucx
 SCHEMA = Schema.of(tokens=("int32", UpTo(4096)))
-
-
-@pytest.fixture(params=["mapped", "tcp"])
-def wire(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def prefix() -> str:
-    return f"steps-{secrets.token_hex(4)}-"
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
-import secrets
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -28,16 +27,6 @@ from transport.training.trainer import Batches, Trainer
 pytestmark = pytest.mark.ucx
 SCHEMA = Schema.of(obs=("float32", UpTo(64), 2), step=("int64",))
 OTHER = Schema.of(step=("int64",))
-
-
-@pytest.fixture(params=["mapped", "tcp"])
-def wire(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def prefix() -> str:
-    return f"trainer-{secrets.token_hex(4)}-"
 
 
 @pytest.fixture
