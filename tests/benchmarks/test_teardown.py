@@ -56,7 +56,5 @@ def test_a_whole_job_ends_with_its_queue_away_and_a_member_stopped(victim: str, 
     command = [sys.executable, BENCHMARKS / "teardown", "--jobs", 1, "--seed", seed, "--json", report]
     subprocess.run([*map(str, command), "--folder", str(tmp_path / "logs")], capture_output=True)
     said = json.loads(report.read_text())
-    assert (said["cycles"], said["crashes"], said["hangs"]) == (1, [], [])
-    if not said["stuck"]:  # on a busy machine members may be killed, and their rings stay
-        assert said["left"] == []
-        assert set(said["killed"]) <= {"trainer"}  # a stopped listener ends by itself
+    assert (said["cycles"], said["bad"]) == (1, False)
+    assert set(said["killed"]) <= {"trainer"}  # a stopped listener ends by itself
