@@ -9,6 +9,7 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +22,7 @@ from properties import examples
 from store_conformance import Harness, StoreConformance
 from store_model import StoreMachine
 
-from transport.errors import StoreFullError, StoreUnavailableError, StoreUnsuitableError
+from transport.errors import ClosedError, StoreFullError, StoreUnavailableError, StoreUnsuitableError, TransportError
 from transport.store import Change, Entry, SQLiteStore, open_store, sqlite
 
 
@@ -166,6 +167,28 @@ print("over", flush=True)
             child.send_signal(signal.SIGCONT)
             assert child.stdout.readline() == "over\n"
             assert store.put("a", b"2") == first + 101  # after the whole of the stopped transaction
+
+
+def test_a_write_that_waits_for_another_process_holds_up_no_other_thread(path: Path) -> None:
+    with SQLiteStore(path, busy_timeout_s=30) as store, contextlib.closing(sqlite3.connect(path)) as other:
+        first = store.put("a", b"1")
+        other.execute("BEGIN IMMEDIATE")
+        connection = store._database._connection
+        assert connection is not None
+        tried = threading.Event()
+        connection.set_trace_callback(lambda statement: tried.set() if "BEGIN" in statement else None)
+
+        def write() -> type[TransportError]:
+            with pytest.raises(TransportError) as raised:
+                store.put("a", b"2")
+            return raised.type
+
+        errors, thread = in_thread(write)
+        tried.wait()
+        assert store.get("a") == Entry(b"1", first)
+        store.close()  # while it waits
+        thread.join()
+        assert errors == [ClosedError]
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")  # what is tested is that it is safe

@@ -275,43 +275,44 @@ class _Database:
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """Make a write transaction: all or nothing, whatever interrupts it."""
-        with self._lock, _translated(self.path):
-            connection = self._opened()
-            self._refuse_reentry(connection)
-            try:
-                self._begin(connection)
-                self._refuse_removed()
-                yield connection
-                connection.execute("COMMIT")
-            except BaseException:
-                if connection.in_transaction:
-                    connection.execute("ROLLBACK")
-                raise
+        """Make a write transaction: all or nothing, whatever interrupts it.
 
-    def _begin(self, connection: sqlite3.Connection) -> None:
-        """Begin a transaction that may write, so that it waits for other processes here, and nowhere later.
-
-        SQLite's own wait sleeps for 1, 2, 5, 10 ms and longer, while most transactions last less than one.
+        It waits for other processes before it begins, and nowhere later. Meanwhile other threads have the connection:
+        their reads wait for no writer, and their time limits are their own. SQLite's own wait would hold it, and sleeps
+        for 1, 2, 5, 10 ms and longer, while most transactions last less than one.
         """
-        give_up_at: float | None = None
+        give_up_at = time.monotonic() + self._busy_timeout_s
         pause_s = _LOCK_LOOK_FIRST_S
-        connection.execute("PRAGMA busy_timeout = 0")
-        try:
+        with _translated(self.path):
             while True:
-                try:
-                    connection.execute("BEGIN IMMEDIATE")
-                    return
-                except sqlite3.OperationalError as error:
-                    now = time.monotonic()
-                    if give_up_at is None:
-                        give_up_at = now + self._busy_timeout_s
-                    if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or now >= give_up_at:
+                with self._lock:
+                    connection = self._opened()
+                    self._refuse_reentry(connection)
+                    try:
+                        if self._begins(connection, last=time.monotonic() >= give_up_at):
+                            self._refuse_removed()
+                            yield connection
+                            connection.execute("COMMIT")
+                            return
+                    except BaseException:
+                        if connection.in_transaction:
+                            connection.execute("ROLLBACK")
                         raise
                 time.sleep(pause_s)
                 pause_s = min(pause_s * _LOCK_LOOK_GROWTH, _LOCK_LOOK_MOST_S)
+
+    def _begins(self, connection: sqlite3.Connection, *, last: bool) -> bool:
+        """Begin a transaction that may write; False where another process has one, which the last try raises."""
+        connection.execute("PRAGMA busy_timeout = 0")
+        try:
+            connection.execute("BEGIN IMMEDIATE")
+        except sqlite3.OperationalError as error:
+            if last or error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY:
+                raise
+            return False
         finally:
             connection.execute(f"PRAGMA busy_timeout = {round(self._busy_timeout_s * 1000)}")
+        return True
 
     def _refuse_reentry(self, connection: sqlite3.Connection) -> None:
         # The lock is reentrant; a nested transaction would end the outer one.
