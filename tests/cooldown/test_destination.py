@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import secrets
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from transport.errors import (
     UploadCancelledError,
     UsageError,
 )
+from transport.runtime.blocking_calls import in_parallel
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sending a large body directly:ResourceWarning")  # of aiohttp, by gcsfs
 PLACES = [None, S3, pytest.param(GS, marks=pytest.mark.adapters("torch"))]
@@ -121,6 +123,20 @@ def test_a_folder_is_deleted_with_all_that_is_in_it(destination: Destination) ->
     assert destination.names("x") == []
     assert destination.size("x/y/b") is None
     assert destination.size("xy/c") == 1
+
+
+@pytest.mark.nightly(keep=1)
+def test_a_folder_that_several_delete_at_once_is_gone_for_each(destination: Destination) -> None:
+    for number in range(200 if isinstance(destination, Folder) else 10):
+        destination.put(f"x/{number % 10}/{number}", b"1")
+    together = threading.Barrier(4)
+
+    def delete() -> None:
+        together.wait()
+        destination.delete("x")
+
+    in_parallel([delete] * 4, 4, together.abort)
+    assert destination.names("x") == []
 
 
 @pytest.mark.nightly(keep=2)

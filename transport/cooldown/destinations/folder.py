@@ -69,10 +69,10 @@ class Folder(Destination):
     def delete(self, path: str) -> None:
         with self.translated("delete", path):
             target = self.root / path
-            if target.is_dir() and not target.is_symlink():
-                shutil.rmtree(target)
-            else:
-                target.unlink(missing_ok=True)
+            while target.is_dir() and not target.is_symlink():
+                with contextlib.suppress(FileNotFoundError):  # another process removes the same
+                    shutil.rmtree(target)
+            target.unlink(missing_ok=True)
 
     def leftovers(self, path: str) -> list[str]:
         """See `Destination`. Drafts of killed processes, beside outcomes and manifests."""
