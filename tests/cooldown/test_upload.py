@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import secrets
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from helpers import Child
 
 from transport.cooldown.destinations.folder import Folder
 from transport.cooldown.epochs import manifest as manifests
@@ -37,6 +39,7 @@ from transport.errors import (
     UploadCancelledError,
     UsageError,
 )
+from transport.store.stored import encode
 
 RECORD = EpochRecord(run="run", epoch=7, destination="", cooldown_s=60.0, seed=1, step=30, clients=("a",))
 ATTEMPT = "0123456789abcdef"
@@ -87,6 +90,48 @@ def test_what_was_uploaded_is_verified_and_restored(tmp_path: Path, destination:
     assert {name: path.read_bytes() for name, path in restored.files.items()} == FILES
     assert restored.manifest.step == 30
     assert sorted(path.name for path in tmp_path.iterdir()) == ["destination", "model", "restored"]
+
+
+RESTORER = """
+import sys
+from pathlib import Path
+from transport.cooldown.destinations.folder import Folder
+from transport.cooldown.epochs.records import EpochRecord
+from transport.cooldown.restoring import restore
+from transport.store.stored import decode
+def progress(done, files, size):
+    if size:
+        print("some", flush=True)
+        sys.stdin.readline()
+record = decode(EpochRecord, "", sys.argv[1].encode())
+restore(record, Folder(Path(sys.argv[2])), Path(sys.argv[3]), progress=progress)
+"""
+
+
+def test_a_restore_removes_what_a_killed_one_left_and_not_what_a_living_one_has(
+    tmp_path: Path, destination: Folder, uploaded: Uploaded
+) -> None:
+    record = ended(verified(destination, RECORD, report(uploaded.sha256)))
+    parent = tmp_path / "many"
+    parent.mkdir()
+    drafts: list[set[Path]] = []
+    with contextlib.ExitStack() as stack:
+        for _ in range(3):
+            arguments = (encode(record).decode(), destination.root, parent / "restored")
+            child = stack.enter_context(Child(RESTORER, *arguments))
+            assert child.line() == "some"
+            drafts.append(set(parent.iterdir()))
+            if len(drafts) == 1:
+                child.kill()
+        (killed,), (living,), both = drafts
+        assert killed != living and living in both and killed not in both
+        child.tell("\n" * 100)
+        assert child.wait() == 0
+        assert set(parent.iterdir()) == {living, parent / "restored"}
+    shutil.rmtree(parent / "restored")
+    restored = restore(record, destination, parent / "restored")
+    assert {name: path.read_bytes() for name, path in restored.files.items()} == FILES
+    assert list(parent.iterdir()) == [parent / "restored"]
 
 
 def test_an_epoch_without_a_checkpoint_is_not_restored(tmp_path: Path, destination: Folder) -> None:
@@ -397,6 +442,8 @@ def test_restored_files_are_on_disk_before_their_folder_appears(
         flushed[found.st_ino] = found.st_mtime_ns
 
     def appear(self: Path, target: Path) -> Path:
+        if not self.is_dir():
+            return rename(self, target)
         files = [path.stat() for path in self.rglob("*") if path.is_file()]
         assert len(files) == len(FILES)
         assert all(flushed.get(each.st_ino, 0) >= each.st_mtime_ns for each in files)

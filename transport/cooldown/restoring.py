@@ -6,10 +6,7 @@ Blocks: run it in a thread.
 from __future__ import annotations
 
 import logging
-import os
 import re
-import secrets
-import shutil
 from collections.abc import Collection, Iterator
 from functools import partial
 from pathlib import Path
@@ -23,7 +20,7 @@ from transport.cooldown.upload import FILES_AT_ONCE, Moving
 from transport.cooldown.verify import RefusedUpload, check_size, checked_pieces, reported_manifest
 from transport.errors import CheckpointDamagedError, NoCheckpointError, StoreUnsuitableError, UsageError
 from transport.runtime.blocking_calls import in_parallel
-from transport.runtime.durable import flush
+from transport.runtime.durable import flush, whole_folder
 from transport.runtime.progress import Progress, silent
 from transport.store.stored import decode, encode
 
@@ -67,25 +64,19 @@ def restore(
     place, sha256 = _place(record) if upload is None else _unverified(record, upload)
     if into.exists():
         raise FileExistsError(17, "already exists; restore into a new folder", str(into))
-    beside = into.with_name(f".{into.name}.{secrets.token_hex(8)}.partial")
     try:
         manifest = reported_manifest(destination, place, sha256)
         moving = Moving(len(manifest.files), None, progress)
-        for file in manifest.files:
-            (beside / file.name).parent.mkdir(parents=True, exist_ok=True)
-        calls = [partial(_fetch, destination, manifest, beside, moving, file) for file in manifest.files]
-        in_parallel(calls, FILES_AT_ONCE, moving.stop.set)
-        for folder, _, _ in os.walk(beside, topdown=False):
-            flush(Path(folder))
-        beside.rename(into)
-        flush(into.parent)
+        with whole_folder(into) as folder:
+            for file in manifest.files:
+                (folder / file.name).parent.mkdir(parents=True, exist_ok=True)
+            calls = [partial(_fetch, destination, manifest, folder, moving, file) for file in manifest.files]
+            in_parallel(calls, FILES_AT_ONCE, moving.stop.set)
     except RefusedUpload as error:
         raise CheckpointDamagedError(
             f"run {record.run}, epoch {record.epoch}: the checkpoint at {destination.url}/{place} is damaged, or was "
             f"pruned: {error}"
         ) from error
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
     return Restored(into, {file.name: into / file.name for file in manifest.files}, manifest)
 
 
