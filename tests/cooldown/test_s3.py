@@ -24,7 +24,8 @@ from transport.cooldown.pruning import carry_out, plan
 from transport.cooldown.upload import Uploaded, upload
 from transport.cooldown.verify import RefusedUpload, verified
 from transport.errors import DestinationError
-from transport.snapshots import Saved, snapshot
+from transport.snapshots import Saved, prune, snapshot
+from transport.snapshots.manifest import place_of
 
 SERVICE = S3
 pytestmark = pytest.mark.usefixtures("shared")
@@ -207,6 +208,47 @@ def test_a_server_that_is_killed_during_a_snapshot_is_an_error_and_the_ring_is_f
             with pytest.raises(DestinationError):
                 taken.wait(90)
         assert consumed(ring, 4) == 4 and ring.statistics().free == 4
+
+
+SNAPSHOTTER = """
+import sys
+from transport import SharedRingBuffer
+from transport.claims.open import given_rings
+from transport.cooldown.destinations import bucket
+from transport.snapshots import snapshot
+bucket.PART = 5 << 20
+def progress(done, files, size):
+    if size > 9 << 20:
+        print("half", flush=True)
+        sys.stdin.readline()
+with SharedRingBuffer.create(slots=4, slot_bytes=9 << 20) as ring, given_rings(ring) as queue:
+    for _ in range(3):
+        ring.write_raw(bytes(9 << 20))
+    snapshot(queue, sys.argv[1], 3, progress=progress).wait()
+"""
+
+
+def test_what_a_killed_snapshot_left_goes_with_the_next_prune(place: Bucket) -> None:
+    with Child(SNAPSHOTTER, place.url) as child:
+        assert child.line() == "half"
+        child.kill()
+    [left] = place.leftovers("run")
+    assert left.startswith("run/snapshots/step-000000000003/")
+    assert plan({}, place, "run", 1).kept == []  # it is of no epoch
+    with SharedRingBuffer.create(slots=1, slot_bytes=64) as ring, given_rings(ring) as queue:
+        assert prune(place.url, 1) == []  # perhaps under way
+        snapshot(queue, place.url, 4).wait(60)
+    assert [(each.step, each.complete) for each in prune(place.url, 1)] == [(3, False)]
+    assert place.leftovers("run") == []
+
+
+def test_parts_of_a_snapshot_that_is_there_no_more_go_with_the_next_prune(place: Bucket) -> None:
+    with SharedRingBuffer.create(slots=1, slot_bytes=64) as ring, given_rings(ring) as queue:
+        snapshot(queue, place.url, 4).wait(60)
+    lost = f"{place_of('run', 3, ATTEMPT)}/files/payloads"
+    place._call("create_multipart_upload", lost)
+    assert [each.path for each in prune(place.url, 1)] == [place_of("run", 3, ATTEMPT)]
+    assert place.leftovers("run") == []
 
 
 def test_a_configuration_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,7 +81,9 @@ def plan(
         _plan_epoch(record, destination, epoch in old, unverified, theirs.get(epoch, set()), surplus, kept)
     for path in destination.leftovers(run):  # also of epochs in which nothing else is
         found = _UNFINISHED.match(path.removeprefix(f"{run}/"))
-        record = records.get(int(found[1])) if found else None
+        if found is None:
+            continue  # of a snapshot
+        record = records.get(int(found[1]))
         if record is None or record.phase is not Phase.ENDED:
             kept.append((path, "unfinished, and no record says that its epoch has ended"))
         else:

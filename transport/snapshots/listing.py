@@ -133,11 +133,26 @@ def withdraw(destination: Destination, place: str) -> None:
     for name in filter(manifests.is_begun_name, destination.names(place)):
         destination.delete(f"{place}/{name}")
     remove(destination, place)
+    for path in destination.leftovers(place):
+        destination.remove_leftover(path)
+
+
+def _sending(destination: Destination, run: str) -> set[tuple[int, str]]:
+    """Return step and attempt of the snapshots of which a file is begun and not complete."""
+    folder = manifests.folder_of(run)
+    found: set[tuple[int, str]] = set()
+    for path in destination.leftovers(folder):
+        name, _, rest = path.removeprefix(f"{folder}/").partition("/")
+        step, attempt = manifests.step_of(name), rest.partition("/")[0]
+        if step is not None and is_attempt(attempt):
+            found.add((step, attempt))
+    return found
 
 
 def plan(destination: Destination, run: str, keep: int, oldest: int | None = None) -> list[SurplusFolder]:
     """Return what may go. ``oldest``: not all but ``keep``, but all older than the snapshots of this step and above."""
-    found = listed(destination, run)
+    sending = _sending(destination, run)
+    found = listed(destination, run)  # behind it: an upload has its mark before it sends, unless it has failed since
     ordered = complete(found)
     if not ordered:
         return []
@@ -147,6 +162,8 @@ def plan(destination: Destination, run: str, keep: int, oldest: int | None = Non
     else:
         surplus = list(takewhile(lambda each: each.step < oldest, ordered[:-1]))
     surplus += [each for each in found if not each.complete and each.number < ordered[-1].number]
+    failed = sending - {(each.step, each.attempt) for each in found}
+    surplus += [Listed(0, step, attempt, complete=False) for step, attempt in sorted(failed)]
     return [
         SurplusFolder(each.step, manifests.place_of(run, each.step, each.attempt), each.complete) for each in surplus
     ]

@@ -67,14 +67,12 @@ class S3(Bucket):
     def leftovers(self, path: str) -> list[str]:
         """See `Destination`. Multipart uploads of killed processes, which cost money where no listing shows them."""
         with self.translated("list the unfinished uploads of", path):
-            below = f"{self._key(path)}/"
-            begun = [each["Key"] for each in self._unfinished() if each["Key"].startswith(below)]
             skip = len(self._key(path)) - len(path)
-            return [key[skip:] for key in begun]
+            return [each["Key"][skip:] for each in self._unfinished(f"{self._key(path)}/")]
 
     def remove_leftover(self, path: str) -> None:
         with self.translated("remove the unfinished uploads of", path):
-            for each in self._unfinished():
+            for each in self._unfinished(self._key(path)):
                 if each["Key"] == self._key(path):
                     self._call("abort_multipart_upload", path, UploadId=each["UploadId"])
 
@@ -102,12 +100,12 @@ class S3(Bucket):
     def _key(self, path: str) -> str:
         return self._at(path).partition("/")[2]
 
-    def _unfinished(self) -> list[dict[str, Any]]:
-        bucket = self._root.partition("/")[0]
+    def _unfinished(self, prefix: str) -> list[dict[str, Any]]:
+        where = {"Bucket": self._root.partition("/")[0], "Prefix": prefix}
         found: list[dict[str, Any]] = []
         marker: dict[str, Any] = {}
         while True:
-            page = self._fs.call_s3("list_multipart_uploads", Bucket=bucket, timeout=base.REQUEST_S, **marker)
+            page = self._fs.call_s3("list_multipart_uploads", **where, timeout=base.REQUEST_S, **marker)
             found += page.get("Uploads") or []
             if not page.get("IsTruncated"):
                 return found
