@@ -80,8 +80,8 @@ def _never_healed() -> None:
 
 
 def _never_lost() -> None:
-    def found(self: Any, ticket: Any, serving: Any, now: float) -> Any:
-        return None if serving is None else serving.moved(ticket)
+    def found(self: Any, ticket: Any, found: Any, now: float) -> Any:
+        return None if found.serving is None else found.serving.moved(ticket)
 
     Finder.found = found  # type: ignore[method-assign]
     Routes.all_wrong = lambda *_: False  # type: ignore[method-assign]

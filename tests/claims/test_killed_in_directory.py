@@ -74,7 +74,7 @@ def test_what_a_killed_rollout_left_is_found_for_as_long_as_it_is_served(
     with Child(ROLLOUT, tmp_path / "store.db", LEASE_S) as rollout:
         ring, segment = rollout.line().split()
         rollout.kill()
-    eventually(lambda: directory.find(ring) is None, "its record lapses")
+    eventually(lambda: not directory.find(ring).lives, "its record lapses")
     with FoundRings(InDirectory(directory)) as rings, Trainer(SCHEMA, rings, wire={wire}) as trainer:
         assert trainer.rings.segments_here() == [segment]
         for _ in range(6):

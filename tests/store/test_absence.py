@@ -9,10 +9,12 @@ import pytest
 from helpers import until
 
 from transport.errors import PayloadLostError, UnreachableError
-from transport.store.directory import Directory, Finder, Serving
+from transport.store.directory import Directory, Finder, Found, Serving
 from transport.store.memory import MemoryStore
 from transport.store.sqlite import SQLiteStore
 from transport.testing import a_ticket
+
+NOWHERE = Found(None, lives=False)
 
 
 def a_finder() -> Finder:
@@ -22,7 +24,7 @@ def a_finder() -> Finder:
 @pytest.mark.parametrize(("ends", "again"), [("nobody looks", 1000.0), ("a read", 125.0), ("a look", 125.0)])
 def test_an_absence_that_ended_is_not_part_of_the_next_one(ends: str, again: float) -> None:
     ticket, places = a_ticket(), a_finder()
-    assert places.found(ticket, None, 100.0) is None
+    assert places.found(ticket, NOWHERE, 100.0) is None
     if ends == "a read":
         places.reached(ticket)  # the server lives: it was away for a moment, and its ports answer again
         places.looked([ticket.ring], {ticket.ring}, 101.0)  # a look that had begun before brings nothing back
@@ -30,19 +32,19 @@ def test_an_absence_that_ended_is_not_part_of_the_next_one(ends: str, again: flo
         places.looked([ticket.ring], set(), 101.0)
     # Others may read the ring while nobody looks. This reader cannot know: it counts anew.
     assert places.watched(101.0) == ([ticket.ring] if ends == "nobody looks" else [])
-    assert places.found(ticket, None, again) is None
+    assert places.found(ticket, NOWHERE, again) is None
     with pytest.raises(PayloadLostError):
-        places.found(ticket, None, again + 20)
+        places.found(ticket, NOWHERE, again + 20)
 
 
 def test_an_absence_goes_on_between_reads_while_the_ring_is_looked_for_but_not_for_ever() -> None:
     ticket, places = a_ticket(), a_finder()
-    assert places.found(ticket, None, 100.0) is None
+    assert places.found(ticket, NOWHERE, 100.0) is None
     for now in (120.0, 140.0):
         assert places.watched(now) == [ticket.ring]
         places.looked([ticket.ring], {ticket.ring}, now)
     with pytest.raises(PayloadLostError):
-        places.found(ticket, None, 160.0)
+        places.found(ticket, NOWHERE, 160.0)
     places.looked([ticket.ring], {ticket.ring}, 459.0)
     assert places.watched(459.0) == [ticket.ring]
     assert places.watched(460.0) == []  # nobody reads from it any more
@@ -51,11 +53,11 @@ def test_an_absence_goes_on_between_reads_while_the_ring_is_looked_for_but_not_f
 def test_a_ring_that_is_there_again_ends_no_absence_but_its_own() -> None:
     gone, back, places = a_ticket(), a_ticket(), a_finder()
     for ticket in (gone, back):
-        assert places.found(ticket, None, 100.0) is None
+        assert places.found(ticket, NOWHERE, 100.0) is None
     places.looked([gone.ring, back.ring], {gone.ring}, 110.0)
     assert places.watched(110.0) == [gone.ring]
     with pytest.raises(PayloadLostError):
-        places.found(gone, None, 120.0)
+        places.found(gone, NOWHERE, 120.0)
 
 
 def test_of_more_absent_rings_than_are_remembered_the_longest_known_is_forgotten(
@@ -64,7 +66,7 @@ def test_of_more_absent_rings_than_are_remembered_the_longest_known_is_forgotten
     monkeypatch.setattr("transport.store.directory._MOST_RINGS", 2)
     tickets, places = [a_ticket() for _ in range(3)], a_finder()
     for ticket in tickets:
-        assert places.found(ticket, None, 100.0) is None
+        assert places.found(ticket, NOWHERE, 100.0) is None
     assert places.watched(100.0) == [ticket.ring for ticket in tickets[1:]]
 
 
@@ -78,7 +80,7 @@ def test_a_finder_looks_for_absent_rings_until_they_are_there_or_it_ends() -> No
         assert len(looking) == 1
         Directory(store).publish(Serving(ring=ticket.ring, host="h", addresses=("10.0.0.1",), ports=(7001,)))
         await asyncio.wait_for(looking[0], 60)  # it ends by itself, since no ring is absent
-        store.delete(f"servers/{ticket.ring}")
+        Directory(store).withdraw(ticket.ring, None)
         assert await finder.after(ticket, UnreachableError("away")) is None
         looking = [task for task in asyncio.all_tasks() if task.get_name() == "transport directory"]
         finder.end()

@@ -40,7 +40,7 @@ from transport.server.server import UCXXServer
 from transport.settings import Settings
 from transport.store import SQLiteStore
 from transport.store.base import Change, Store
-from transport.store.directory import Announcement, Directory, Finder, Serving
+from transport.store.directory import Announcement, Directory, Finder, Found, Serving
 from transport.store.memory import MemoryStore
 from transport.testing import run
 from transport.ticket import Ticket
@@ -49,6 +49,7 @@ RING = "ab" * 16
 TICKET = Ticket(
     ring=RING, host="here", addresses=("127.0.0.1",), ports=(1,), slot=0, generation=1, key=7, size=4, created=0.0
 )
+NOWHERE = Found(None, lives=False)
 FAST = Settings(
     connect_timeout_s=5.0, attempts_per_read=1, backoff_first_s=0.01, backoff_most_s=0.02, port_quarantine_s=0.05,
     port_quarantine_most_s=0.1, linger_s=0.5,
@@ -78,11 +79,11 @@ def test_a_ring_that_is_published_again_has_not_ended(store: SQLiteStore) -> Non
 
 def test_what_is_published_is_found_until_it_is_withdrawn(store: SQLiteStore) -> None:
     directory = Directory(store)
-    assert directory.find(RING) is None
+    assert directory.find(RING) == NOWHERE
     published = directory.publish(serving())
-    assert directory.find(RING) == serving()
+    assert directory.find(RING) == Found(serving(), lives=True)
     directory.withdraw(RING, published)
-    assert directory.find(RING) is None
+    assert directory.find(RING) == NOWHERE
 
 
 def test_a_later_server_replaces_an_earlier_one_and_not_the_reverse(store: SQLiteStore) -> None:
@@ -92,9 +93,9 @@ def test_a_later_server_replaces_an_earlier_one_and_not_the_reverse(store: SQLit
     assert directory.publish_again(serving(), 0.0, old) is None
     assert not directory.renew(RING, 0.0, old)
     directory.withdraw(RING, old)
-    assert directory.find(RING) == serving(ports=(6000,))
+    assert directory.find(RING) == Found(serving(ports=(6000,)), lives=True)
     assert directory.publish_again(serving(ports=(6001,)), 0.0, new)
-    assert directory.find(RING) == serving(ports=(6001,))
+    assert directory.find(RING) == Found(serving(ports=(6001,)), lives=True)
 
 
 def test_a_ring_outlives_the_record_of_its_writer_that_nobody_renews_by_its_linger_time(tmp_path: Path) -> None:
@@ -105,9 +106,9 @@ def test_a_ring_outlives_the_record_of_its_writer_that_nobody_renews_by_its_ling
         now = 29.0
         assert directory.renew(RING, 300, published)
         now = 58.0
-        assert (directory.find(RING), directory.all()) == (serving(), [serving()])
+        assert (directory.find(RING), directory.all()) == (Found(serving(), lives=True), [serving()])
         now = 59.0
-        assert (directory.find(RING), directory.all()) == (None, [serving()])
+        assert (directory.find(RING), directory.all()) == (Found(serving(), lives=False), [serving()])
         assert not directory.renew(RING, 300, published)
         now = 358.0
         assert directory.all() == [serving()]
@@ -136,7 +137,7 @@ def test_a_server_that_waits_for_its_last_readers_stays_published(
             assert begun.wait(60)
             for key in store.scan("servers/"):
                 store.delete(key)  # as a lease ends
-            eventually(lambda: directory.find(ring.ring_id))
+            eventually(lambda: directory.find(ring.ring_id).lives)
             assert draining.is_alive()
             assert consumed(ring, 1) == 1
             draining.join()
@@ -146,20 +147,20 @@ def test_a_server_that_moved_or_was_forgotten_is_published_again(store: SQLiteSt
     directory = Directory(store, lease_s=0.3)
     server = SimpleNamespace(addresses=("10.0.0.1",), ports=(5000,), linger_s=0.0)
     with Announcement(directory, SimpleNamespace(ring_id=RING, name="", data_ended=False), server) as announcement:
-        assert directory.find(RING).ports == (5000,)
+        assert directory.find(RING).serving.ports == (5000,)
         server.ports = (5001, 5002)
-        eventually(lambda: directory.find(RING).ports == (5001, 5002))
+        eventually(lambda: directory.find(RING).serving.ports == (5001, 5002))
         server.ports = ()  # it is being closed
         for key in store.scan("servers/"):
             store.delete(key)
-        eventually(lambda: directory.find(RING))
-        assert directory.find(RING).ports == (5001, 5002)
+        eventually(lambda: directory.find(RING).lives)
+        assert directory.find(RING).serving.ports == (5001, 5002)
         if not (child := os.fork()):
             announcement.close()  # as a child does that leaves its parent's blocks
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
-        assert directory.find(RING)
-    assert directory.find(RING) is None
+        assert directory.find(RING).lives
+    assert directory.find(RING) == NOWHERE
 
 
 class HeldUp(StoreProxy):
@@ -199,8 +200,8 @@ def test_what_a_store_does_behind_a_close_that_has_not_waited_for_it_leaves_no_r
 
 
 def test_a_record_that_is_none_is_an_error_and_no_answer(store: SQLiteStore) -> None:
-    store.put(f"servers/{RING}", b"\xc1")
-    with pytest.raises(StoreError, match=f"servers/{RING}"):
+    store.put(f"rings/{RING}", b"\xc1")
+    with pytest.raises(StoreError, match=f"rings/{RING}"):
         Directory(store).find(RING)
 
 
@@ -219,28 +220,39 @@ def test_a_record_that_cannot_be_read_hides_itself_alone(store: SQLiteStore) -> 
 def test_a_moved_server_is_tried_first_from_then_on() -> None:
     finder = Finder(Directory(MemoryStore()), grace_s=10)
     assert finder.current(TICKET) is TICKET
-    moved = finder.found(TICKET, serving(), 0.0)
+    moved = finder.found(TICKET, Found(serving(), lives=True), 0.0)
     assert moved is not None
     assert (moved.host, moved.addresses, moved.ports) == ("there", ("10.0.0.1",), (5000,))
     assert (moved.identity, moved.key) == (TICKET.identity, TICKET.key)
     assert finder.current(TICKET) == moved
-    assert finder.found(moved, serving(), 1.0) is None  # the same place: the failure stands
+    assert finder.found(moved, Found(serving(), lives=True), 1.0) is None  # the same place: the failure stands
 
 
 def test_an_absent_server_is_lost_after_the_grace_and_not_before() -> None:
     finder = Finder(Directory(MemoryStore()), grace_s=10)
-    assert finder.found(TICKET, None, 100.0) is None
-    assert finder.found(TICKET, None, 109.9) is None
+    assert finder.found(TICKET, NOWHERE, 100.0) is None
+    assert finder.found(TICKET, NOWHERE, 109.9) is None
     with pytest.raises(PayloadLostError, match="no server of its ring for 10 s"):
-        finder.found(TICKET, None, 110.0)
+        finder.found(TICKET, NOWHERE, 110.0)
+
+
+def test_a_ring_is_asked_for_where_it_is_served_also_when_its_writer_is_dead() -> None:
+    finder = Finder(Directory(MemoryStore()), grace_s=10)
+    left = Found(serving(), lives=False)
+    moved = finder.found(TICKET, left, 100.0)
+    assert moved is not None and moved.ports == serving().ports
+    assert finder.found(moved, left, 100.0) is None
+    assert finder.current(TICKET) == moved
+    with pytest.raises(PayloadLostError):
+        finder.found(moved, left, 110.0)
 
 
 def test_a_store_that_fails_loses_nothing(store: SQLiteStore) -> None:
     finder = Finder(Directory(store), grace_s=0)
     failure = UnreachableError("nobody there")
-    store.put(f"servers/{RING}", b"\xc1")
+    store.put(f"rings/{RING}", b"\xc1")
     assert run(finder.after(TICKET, failure)) is None
-    store.delete(f"servers/{RING}")
+    store.delete(f"rings/{RING}")
     with pytest.raises(PayloadLostError) as lost:
         run(finder.after(TICKET, failure))
     assert lost.value.__cause__ is failure
@@ -252,7 +264,7 @@ def test_only_a_failure_to_reach_anybody_asks_the_directory(
 ) -> None:
     directory = Directory(store)
     asked: list[str] = []
-    monkeypatch.setattr(directory, "find", asked.append)
+    monkeypatch.setattr(directory, "find", lambda ring: asked.append(ring) or NOWHERE)
     with (
         ring_served(slots=2, slot_bytes=100) as (ring, _),
         dead_port() as dead,
@@ -266,6 +278,22 @@ def test_only_a_failure_to_reach_anybody_asks_the_directory(
         with pytest.raises(StaleSlotError):
             client.read(consumed)
         assert asked == [ring.ring_id]
+
+
+@pytest.mark.ucx
+@pytest.mark.guarantee("a rollout worker is killed later, also with its supervisor")
+def test_an_old_ticket_finds_what_outlives_its_writer(store: SQLiteStore) -> None:
+    directory = Directory(store)
+    with (
+        ring_served(slots=1, slot_bytes=100) as (ring, server),
+        dead_port() as dead,
+        BlockingClient(wire={"tcp"}, settings=FAST, directory=directory) as client,
+    ):
+        old = msgspec.structs.replace(ring.write_raw(b"x"), ports=(dead,))
+        directory.publish(serving(ring=ring.ring_id, addresses=server.addresses, ports=server.ports), 300.0)
+        store.delete(f"servers/{ring.ring_id}")  # as its lease ends
+        with client.read(old) as payload:
+            assert bytes(payload["data"]) == b"x"
 
 
 @pytest.mark.ucx
@@ -408,7 +436,7 @@ def test_an_old_ticket_finds_the_server_that_was_restarted_elsewhere(store: SQLi
     second = Worker(store.path, ring_name)  # takes the ring over, with its unread payloads
     try:
         assert {ticket.identity for ticket in second.tickets} == {ticket.identity for ticket in old}
-        published = Directory(store).find(old[0].ring)
+        published = Directory(store).find(old[0].ring).serving
         assert published is not None
         dead = [msgspec.structs.replace(ticket, ports=(1,)) for ticket in old]  # as if the old port was another's
         with BlockingClient(wire={"tcp"}, settings=FAST, directory=Directory(store)) as client:
@@ -419,7 +447,7 @@ def test_an_old_ticket_finds_the_server_that_was_restarted_elsewhere(store: SQLi
             assert client.statistics().failed_reads == 0
     finally:
         second.end(kill=False)
-    assert Directory(store).find(old[0].ring) is None  # withdrawn
+    assert Directory(store).find(old[0].ring) == NOWHERE  # withdrawn
 
 
 @pytest.mark.nightly

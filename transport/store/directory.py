@@ -5,8 +5,8 @@ found after it was restarted or moved, and its tickets are reported as lost afte
 
     a reader cannot reach a ticket's ports ──► it looks up the ring in the directory
         other addresses or ports are published ──► it reads there, and from then on tries these first
-        the same ones are published            ──► the error is raised; a later read may succeed
-        no record for ``grace_s``              ──► PayloadLostError: the payload is gone with its server
+        the same ones, and its writer lives    ──► the error is raised; a later read may succeed
+        no living writer for ``grace_s``       ──► PayloadLostError: the payload is gone with its server
 
 A ring has two records: ``servers/`` says that its writer lives, and ends ``lease_s`` after it; ``rings/`` says where to
 ask for payloads, and lasts ``linger_s`` longer, as long as a killed writer's listeners serve what it left.
@@ -86,6 +86,13 @@ class Serving(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return msgspec.structs.replace(ticket, host=self.host, addresses=self.addresses, ports=self.ports)
 
 
+class Found(NamedTuple):
+    """A ring in the directory: where to ask for its payloads, and whether its writer lives."""
+
+    serving: Serving | None
+    lives: bool
+
+
 class Published(NamedTuple):
     """Versions of the two records of a server."""
 
@@ -125,10 +132,10 @@ class Directory:
         """Return the name of this directory's run, which the first to ask makes: 8 hexadecimal digits."""
         return decide(self._store, _RUN, secrets.token_hex(4))
 
-    def find(self, ring: str) -> Serving | None:
-        """Return the record of the ring; None if no server has published it, or its lease ended."""
-        entry = self._store.get(_PREFIX + ring)
-        return None if entry is None else decode(Serving, _PREFIX + ring, entry.value)
+    def find(self, ring: str) -> Found:
+        """Return what is published of the ring. StoreUnsuitableError for a record that cannot be read."""
+        server, place = self._store.get_many([_PREFIX + ring, _RINGS + ring])
+        return Found(None if place is None else decode(Serving, _RINGS + ring, place.value), server is not None)
 
     def absent(self, rings: Sequence[str]) -> list[str]:
         """Return those of the rings that have no record, with one call to the store."""
@@ -304,7 +311,7 @@ class Finder:
         self._grace_s = directory.lease_s * 2 / 3 if grace_s is None else grace_s
         self._known: dict[str, Serving] = {}
         self._absent: dict[str, _Absence] = {}
-        self._asked: dict[str, asyncio.Future[Serving | None]] = {}  # lookups under way, by ring
+        self._asked: dict[str, asyncio.Future[Found]] = {}  # lookups under way, by ring
         self._watch: asyncio.Task[None] | None = None  # while any ring is absent
         self._ended = False
 
@@ -321,13 +328,21 @@ class Finder:
         if self._absent:
             self._absent.pop(ticket.ring, None)
 
-    def found(self, ticket: Ticket, serving: Serving | None, now: float) -> Ticket | None:
+    def found(self, ticket: Ticket, found: Found, now: float) -> Ticket | None:
         """Return the ticket to read after a failed read; None if the failure is to be raised.
 
-        Raises PayloadLostError if no server has published the ring for ``grace_s``.
+        Raises PayloadLostError if the ring is nowhere else, and has had no living writer for ``grace_s``.
         """
-        if serving is None:
+        if found.lives:
+            self._absent.pop(ticket.ring, None)
+        if found.serving is None:
             self._known.pop(ticket.ring, None)
+        elif (moved := found.serving.moved(ticket)) != ticket:
+            self._known.pop(ticket.ring, None)
+            self._known[ticket.ring] = found.serving
+            _bound(self._known)
+            return moved
+        if not found.lives:
             absence = self._seen_absent(ticket.ring, now)
             absence.asked = now
             if now - absence.since >= self._grace_s:
@@ -335,15 +350,7 @@ class Finder:
                     f"payload {ticket.name} is lost: its ports do not answer, and the directory has had no server of "
                     f"its ring for {self._grace_s:g} s"
                 )
-            return None
-        self._absent.pop(ticket.ring, None)
-        moved = serving.moved(ticket)
-        if moved == ticket:
-            return None
-        self._known.pop(ticket.ring, None)
-        self._known[ticket.ring] = serving
-        _bound(self._known)
-        return moved
+        return None
 
     def watched(self, now: float) -> list[str]:
         """Return the absent rings to look for again, within a lease.
@@ -379,8 +386,8 @@ class Finder:
         """
         try:
             async with asyncio.timeout(None if most_s == float("inf") else max(most_s, LEAST_ANSWER_S)):
-                serving = await asyncio.shield(self._find(ticket.ring))
-            return self.found(ticket, serving, self._clock())
+                found = await asyncio.shield(self._find(ticket.ring))
+            return self.found(ticket, found, self._clock())
         except PayloadLostError as lost:
             raise lost from error
         except (StoreError, TicketError, ClosedError, TimeoutError) as unknown:
@@ -390,7 +397,7 @@ class Finder:
             if self._watch is None and not self._ended and self.watched(self._clock()):
                 self._watch = asyncio.get_running_loop().create_task(self._look(), name="transport directory")
 
-    def _find(self, ring: str) -> asyncio.Future[Serving | None]:
+    def _find(self, ring: str) -> asyncio.Future[Found]:
         """Look a ring up, once for all who ask meanwhile: where the store hangs, each would have a thread that does."""
         asked = self._asked.get(ring)
         if asked is None or asked.done():
@@ -398,7 +405,7 @@ class Finder:
             asked.add_done_callback(partial(self._answered, ring))
         return asked
 
-    def _answered(self, ring: str, asked: asyncio.Future[Serving | None]) -> None:
+    def _answered(self, ring: str, asked: asyncio.Future[Found]) -> None:
         if self._asked.get(ring) is asked:
             del self._asked[ring]
         if not asked.cancelled():
