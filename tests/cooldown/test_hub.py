@@ -72,6 +72,24 @@ def test_what_was_written_is_visible_once_it_is_settled(server: Child, hub: Dest
     assert "a/large" in branches(server)[f"upload/{PLACE}"]  # at the root
 
 
+def test_a_copy_on_this_host_stays_for_as_long_as_the_service_lacks_its_bytes(
+    hub: Destination, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    large = secrets.token_bytes(100_000)
+    for number in range(3):
+        write(hub, f"{PLACE}/files/large-{number}", large)
+    assert list(tmp_path.iterdir()) == []
+    write(hub, f"{PLACE}/files/small", b"1")  # which the commit takes along
+    assert [each.read_bytes() for each in tmp_path.iterdir()] == [b"1"]
+    hub.settle(PLACE)
+    assert list(tmp_path.iterdir()) == []
+    assert [hub.read(f"{PLACE}/files/{name}", 100_000) for name in ("large-2", "small")] == [large, b"1"]
+    write(hub, f"{PLACE}/files/more", b"1")
+    hub.close()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_upload_that_was_given_up_leaves_nothing(server: Child, hub: Destination) -> None:
     write(hub, f"{PLACE}/files/a", b"1")
 

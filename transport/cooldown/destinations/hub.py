@@ -90,7 +90,7 @@ class Hub(Destination):
             ) from error
         self._api: Any = HfApi(endpoint=os.environ.get("HF_ENDPOINT"), library_name="payload-transport")
         self._lock = threading.Lock()
-        self._pending: dict[str, list[tuple[Any, Path]]] = {}  # by branch: operations, and their temporary files
+        self._pending: dict[str, list[Any]] = {}  # operations by branch
         self._made: set[str] = set()  # branches
 
     def __repr__(self) -> str:
@@ -133,6 +133,7 @@ class Hub(Destination):
     def write(self, path: str, size: int, pieces: Iterable[bytes]) -> dict[str, str]:
         """See `Destination`. Visible after `settle`. From a copy: the service gets a file's checksum before its bytes.
 
+        The copy of a large file goes as soon as the service has the bytes, that of a small one with its commit.
         The service has git's checksum of a small file, which is computed here, or SHA-256 of a large one, which its
         package computes for it.
         """
@@ -150,11 +151,13 @@ class Hub(Destination):
                 self._make(branch)
                 operation = CommitOperationAdd(path_in_repo=inner, path_or_fileobj=name)
                 self._api.preupload_lfs_files(**self._repository, additions=[operation], revision=branch)
+                if not operation.path_or_fileobj:  # the package forgets what it has sent
+                    Path(name).unlink()
             except BaseException:
-                Path(name).unlink()
+                Path(name).unlink(missing_ok=True)
                 raise
             with self._lock:
-                self._pending.setdefault(branch, []).append((operation, Path(name)))
+                self._pending.setdefault(branch, []).append(operation)
         return {GIT: digest.hexdigest(), SHA256: operation.upload_info.sha256.hex()}
 
     def settle(self, place: str) -> None:
@@ -164,10 +167,9 @@ class Hub(Destination):
         try:
             if pending:
                 with self.translated("write", place):
-                    self._commit(branch, [operation for operation, _ in pending], f"Upload {place}")
+                    self._commit(branch, pending, f"Upload {place}")
         finally:
-            for _, file in pending:
-                file.unlink(missing_ok=True)
+            _remove_copies(pending)
 
     def put(self, path: str, data: bytes) -> None:
         from huggingface_hub import CommitOperationAdd
@@ -223,8 +225,8 @@ class Hub(Destination):
         The service's package keeps a session for each thread that ever called it.
         """
         with self._lock:
-            for _, file in [each for some in self._pending.values() for each in some]:
-                file.unlink(missing_ok=True)
+            for operations in self._pending.values():
+                _remove_copies(operations)
             self._pending.clear()  # last, so that after an interrupt the next call finishes
         import huggingface_hub.utils as package
 
@@ -278,6 +280,13 @@ class Hub(Destination):
             except HfHubHTTPError as error:
                 if not left or error.response is None or error.response.status_code not in (409, 412):
                     raise
+
+
+def _remove_copies(operations: list[Any]) -> None:
+    """Remove the files of these operations that the service does not have yet. Idempotent."""
+    for each in operations:
+        if each.path_or_fileobj:
+            Path(each.path_or_fileobj).unlink(missing_ok=True)
 
 
 def _placed(path: str) -> tuple[str, str]:
