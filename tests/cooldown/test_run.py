@@ -459,6 +459,17 @@ async def test_a_client_whose_coordinator_is_silent_learns_it(cooling: Run) -> N
 
 
 @asynchronous
+async def test_a_client_of_another_store_than_its_coordinator_s_learns_which_it_looked_into(
+    cooling: Run, tmp_path: Path
+) -> None:
+    await cooling.host().open(7)
+    with SQLiteStore(tmp_path / "other.sqlite3") as other:
+        client = CooldownClient(other, "run", "c", save=save, scratch=tmp_path / "scratch", patience_s=0.1)
+        with pytest.raises(CoordinatorLostError, match=r"run run has no epoch 7 in the store .*other\.sqlite3"):
+            await client.cooldown(7)
+
+
+@asynchronous
 async def test_a_client_is_patient_from_the_last_change_of_the_record(
     cooling: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -264,6 +264,9 @@ class EpochClient(abc.ABC):
                 raise CoordinatorLostError(
                     f"epoch {epoch}: coordinator timeout, its record is unchanged for {self._patience_s:g} s; "
                     "a new coordinator can resume the epoch"
+                    if record is not None
+                    else f"run {self._ledger.run} has no epoch {epoch} in the store {self._ledger.place} after "
+                    f"{self._patience_s:g} s: give this client the store and the run of the coordinator that opens it"
                 )
 
     async def _until(

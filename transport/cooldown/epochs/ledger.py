@@ -51,6 +51,11 @@ class Ledger:
         self._store = store
         self._prefix = f"{PREFIX}{run}/"
 
+    @property
+    def place(self) -> str:
+        """Return where the store's records are, for messages."""
+        return self._store.place
+
     # --- epochs ---------------------------------------------------------------------------------------
     def epochs(self) -> dict[int, EpochRecord]:
         """Return all epochs that were ever opened and can be read, in order."""
