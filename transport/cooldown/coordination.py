@@ -77,7 +77,7 @@ class CooldownHost:
         self.destination = normalise(destination)
         self._ledger = Ledger(store, run)
         self._cooldown_s = cooldown_s
-        self._verify_s = verify_s or cooldown_s
+        self._verify_s = verify_s or 0.0
         self._proof = proof
         self._seed = seed
         self._clock = clock

@@ -62,6 +62,7 @@ class Coordinator:
 
     Attributes:
         record: the record as it is to be in the store.
+        elapsed_s: seconds of the cooldown in which a coordinator was running.
         due: reported uploads to verify; the caller takes them out, and answers with `verified` or `refuted`.
     """
 
@@ -70,22 +71,17 @@ class Coordinator:
         self.due: list[UploadReport] = []
         self.interval = min(max(record.cooldown_s / 60, 1.0), 10.0)
         self._now: float | None = None
-        self._elapsed = record.elapsed_s
+        self.elapsed_s = record.elapsed_s
         if record.phase is Phase.COOLDOWN:
-            self._elapsed += self.interval
+            self.elapsed_s += self.interval
         # Reported uploads, of elected clients and of this epoch, with the elapsed time at which to verify them again;
         # None while they are being verified.
         self._unproven: dict[str, tuple[UploadReport, float | None]] = {}
 
     def __repr__(self) -> str:
-        left = max(0.0, self.record.cooldown_s - self._elapsed)
+        left = max(0.0, self.record.cooldown_s - self.elapsed_s)
         outcome = f" {self.record.outcome.value}" if self.record.outcome else ""
         return f"<Coordinator epoch {self.record.epoch} {self.record.phase.value}{outcome} {left:.0f} s left>"
-
-    @property
-    def elapsed_s(self) -> float:
-        """Seconds of the cooldown in which a coordinator was running."""
-        return self._elapsed
 
     def begin(self, step: int, clients: Collection[str], hosts: Mapping[str, str] | None = None) -> None:
         """Begin the cooldown: these clients are healthy and have the model of ``step``.
@@ -137,7 +133,7 @@ class Coordinator:
         del self._unproven[report.upload]
         self.due = [each for each in self.due if each != report]
         if refusal is Refusal.UNREADABLE:
-            self._unproven[report.upload] = (report, self._elapsed + LOOK_AGAIN_S)
+            self._unproven[report.upload] = (report, self.elapsed_s + LOOK_AGAIN_S)
         elif upload:
             why = reportable(f"{refusal.value}: {detail}", MOST_DETAIL)
             self._change(refused={**self.record.refused, upload: why})
@@ -149,13 +145,13 @@ class Coordinator:
             return
         before, self._now = self._now, now
         if before is not None:
-            self._elapsed += min(max(now - before, 0.0), MOST_GAP_S)
-        if self._elapsed >= (self.record.most_s if self._unproven else self.record.cooldown_s):
+            self.elapsed_s += min(max(now - before, 0.0), MOST_GAP_S)
+        if self.elapsed_s >= (self.record.most_s if self._unproven else self.record.cooldown_s):
             self._end(Outcome.TIMED_OUT, None)
             return
-        for report in [each for each, at in self._unproven.values() if at is not None and at <= self._elapsed]:
+        for report in [each for each, at in self._unproven.values() if at is not None and at <= self.elapsed_s]:
             self._verify(report)
-        if self._elapsed - self.record.elapsed_s >= self.interval:
+        if self.elapsed_s - self.record.elapsed_s >= self.interval:
             self._change()
 
     def superseded(self, theirs: EpochRecord) -> None:
@@ -167,7 +163,7 @@ class Coordinator:
             self._verify_nothing()
             self.record = theirs
             return
-        self._elapsed = max(self._elapsed, theirs.elapsed_s)
+        self.elapsed_s = max(self.elapsed_s, theirs.elapsed_s)
         mine = self.record
         refuted = {f"{client}/{note.attempt}" for client, note in theirs.notes.items() if note.refused}
         if mine.checkpoint is not None and mine.checkpoint.upload in refuted:
@@ -217,7 +213,7 @@ class Coordinator:
             self._change(notes={**notes, report.client: note})
 
     def _change(self, **changes: object) -> None:
-        self.record = msgspec.structs.replace(self.record, elapsed_s=self._elapsed, **changes)
+        self.record = msgspec.structs.replace(self.record, elapsed_s=self.elapsed_s, **changes)
 
 
 def _require_same(begun: EpochRecord, given: EpochRecord) -> None:
