@@ -221,17 +221,19 @@ def progress(done, files, size):
     if size > 9 << 20:
         print("half", flush=True)
         sys.stdin.readline()
-with SharedRingBuffer.create(slots=4, slot_bytes=9 << 20) as ring, given_rings(ring) as queue:
+with SharedRingBuffer.create(slots=4, slot_bytes=9 << 20, prefix=sys.argv[2]) as ring, given_rings(ring) as queue:
     for _ in range(3):
         ring.write_raw(bytes(9 << 20))
     snapshot(queue, sys.argv[1], 3, progress=progress).wait()
 """
 
 
-def test_what_a_killed_snapshot_left_goes_with_the_next_prune(place: Bucket) -> None:
-    with Child(SNAPSHOTTER, place.url) as child:
+def test_what_a_killed_snapshot_left_goes_with_the_next_prune(place: Bucket, prefix: str) -> None:
+    with Child(SNAPSHOTTER, place.url, prefix) as child:
         assert child.line() == "half"
         child.kill()
+    [segment] = Path("/dev/shm").glob(f"transport-{prefix}*")
+    segment.unlink()  # nobody served it
     [left] = place.leftovers("run")
     assert left.startswith("run/snapshots/step-000000000003/")
     assert plan({}, place, "run", 1).kept == []  # it is of no epoch
