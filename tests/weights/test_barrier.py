@@ -30,6 +30,7 @@ from transport.errors import (
     WeightsError,
     WeightsTimeoutError,
 )
+from transport.schema import TensorSpec
 from transport.store.base import ABSENT, Change, Store
 from transport.store.memory import MemoryStore
 from transport.store.open import open_store
@@ -38,7 +39,11 @@ from transport.weights import barrier_rank
 from transport.weights.attempts import NO_ATTEMPT, Attempt, AttemptPhase, reach
 from transport.weights.barrier import UpdateBarrier
 from transport.weights.barrier_rank import BarrierRank, _unless
+from transport.weights.plan.steps import VersionProof
 from transport.weights.rank_shards import RankShards, described, of_dtensors
+from transport.weights.sharding.layouts import Layout
+from transport.weights.sharding.shards import whole
+from transport.weights.versions.copies import ShardHeld
 from transport.weights.versions.layout import weights_checksum
 
 pytestmark = pytest.mark.ucx
@@ -368,22 +373,89 @@ class Cut:
 def test_a_rank_that_waits_says_again_and_again_that_it_has_come_so_far(
     barrier: UpdateBarrier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Counting(MemoryStore):
-        said = 0
-
+    class Noting(MemoryStore):
         def _put_many(self, changes: Sequence[Change]) -> list[int] | None:
-            self.said += any(change.lease_s for change in changes)
+            leases.extend(change.lease_s for change in changes if change.lease_s is not None)
             return super()._put_many(changes)
+
+    leases: list[float] = []
 
     monkeypatch.setattr("transport.weights.barrier.LOOK_S", 0.01)
     attempt = Attempt(name="first", version=1, phase=AttemptPhase.SENDING)
     rank: Any = SimpleNamespace(name="receiver 0", attempt=attempt, leads=False, sends=False, rank=0)
-    with Counting() as store:
+    with Noting() as store:
         store.put(barrier._key, encode(attempt))
         _, waiting = in_thread(lambda: barrier._agree(store, rank, AttemptPhase.LANDED, lambda: None))
-        eventually(lambda: store.said > 2, "it says so")
+        eventually(lambda: len(leases) > 2, "it says so")
         barrier._advance(store, reach("first", AttemptPhase.LANDED))
         waiting.join()
+    assert max(leases) < barrier.timeout_s, "one that says it no more is not counted before the others give up"
+
+
+@pytest.fixture
+def alone(barrier: UpdateBarrier) -> Iterator[tuple[BarrierRank, list[int]]]:
+    """A receiver that has landed version 2 in an attempt which is recorded, and what it was given to load."""
+    loads: list[int] = []
+
+    def load(arrays: dict[str, Any]) -> None:
+        loads.append(int(arrays["x"][0]))
+
+    layout = Layout.of([whole(TensorSpec("x", "int64", (1,)))])
+    with BarrierRank(RankShards(0, None, {}), sends=False, load=load, address="127.0.0.1") as rank:
+        rank.attempt = Attempt(name="attempt", version=2, phase=AttemptPhase.LANDED)
+        rank._weights.landed = ShardHeld(layout, VersionProof(2, 0), [], {"x": np.array([2])})
+        rank._weights.landed.hash()
+        with open_store(barrier.store) as store:
+            store.put(barrier._key, encode(rank.attempt))
+        yield rank, loads
+
+
+def all_have_loaded(barrier: UpdateBarrier) -> None:
+    with open_store(barrier.store) as store:
+        barrier._advance(store, reach("attempt", AttemptPhase.LOADED))
+
+
+def test_a_rank_that_loses_the_store_in_a_commit_keeps_what_it_has_loaded_and_asks_again(
+    barrier: UpdateBarrier, alone: tuple[BarrierRank, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank, loads = alone
+    away = {threading.get_ident()}
+    with monkeypatch.context() as patch:
+        patch.setattr("transport.weights.barrier.open_store", lambda url: Cut(open_store(url), away))
+        with pytest.raises(StoreUnavailableError):
+            msgspec.structs.replace(barrier, timeout_s=0.01).commit(rank, 2)
+    assert rank.mixed and rank.in_doubt and loads == [2]
+    all_have_loaded(barrier)
+    barrier.commit(rank, 2)
+    assert not rank.mixed and loads == [2]
+
+
+def test_a_rank_that_is_interrupted_as_it_leaves_an_attempt_knows_the_decision_when_it_repeats_the_commit(
+    barrier: UpdateBarrier, alone: tuple[BarrierRank, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    rank, loads = alone
+    rank.load()
+    all_have_loaded(barrier)
+    with monkeypatch.context() as patch:
+        patch.setattr(rank._weights, "finalize", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            barrier.commit(rank, 2)
+    barrier.commit(rank, 2)
+    assert not rank.mixed and loads == [2]
+
+
+def test_a_rank_that_was_started_again_since_the_stage_tells_the_others(barrier: UpdateBarrier) -> None:
+    with (
+        open_store(barrier.store) as store,
+        BarrierRank(RankShards(0, None, {}), sends=False, address="127.0.0.1") as again,
+    ):
+        store.put(barrier._key, encode(Attempt(name="attempt", version=2, phase=AttemptPhase.LANDED)))
+        with pytest.raises(UsageError, match="version 2 is not staged"):
+            barrier.commit(again, 2)
+        assert "not staged" in barrier._record(store).why_not("attempt")
 
 
 @pytest.mark.nightly
