@@ -218,7 +218,7 @@ async def test_an_update_in_place_that_fails_spoils_the_replica_until_the_next_v
         assert made.manager.admitted == {"server 0": 3}
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("last", [5, 1000], ids=["one", "all that follow"])
 @pytest.mark.parametrize("in_place", [False, True])
 @asynchronous
@@ -262,6 +262,18 @@ async def test_a_failed_update_before_the_first_byte_spoils_nothing() -> None:
             await made.manager.update(2)
         made.serves(1)
         assert made.manager.admitted == {"server 0": 1}
+
+
+@asynchronous
+async def test_a_rank_whose_own_tensors_are_spoilt_tells_of_no_version_that_it_has() -> None:
+    async with job(1, ["a"], in_place=True) as made:
+        await made.manager.update(1)
+        [engine] = [rank.engine for rank in made.ranks]
+        for spoils in (False, True):
+            if spoils:
+                engine.revert()
+            [described] = (await engine.prepare())["ranks"]
+            assert (described["proof"] is None) is spoils  # else it would be sent changes since then
 
 
 @asynchronous

@@ -382,7 +382,6 @@ async def test_a_changed_bucket_that_is_altered_raises_when_a_whole_version_cann
         made.serves(V + 2)
 
 
-@pytest.mark.nightly
 @pytest.mark.ucx
 @asynchronous
 async def test_a_second_version_of_one_group_is_sent_whole() -> None:
