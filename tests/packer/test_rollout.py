@@ -189,6 +189,37 @@ def ring_of_a_killed_writer(name: str) -> str:
         return ring.ring_id
 
 
+def test_a_drain_ends_when_the_time_behind_a_signal_is_over() -> None:
+    with SharedRingBuffer.create(slots=1, slot_bytes=64) as ring:
+        server = UCXXServer(ring, mode="thread").start()
+        ring.write_raw(b"unread")
+        hurry.begin(0.0)
+        try:
+            server.close(1e6, told_s=0.0)
+        finally:
+            hurry.over()
+        assert ring.statistics().ready == 1
+
+
+def test_a_cleanup_that_is_interrupted_as_it_drains_is_finished_by_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    worker = Worker()
+    ring = worker.setup_ucxx(SCHEMA, slots=2, mode="thread")
+    server = worker._ucxx_server
+    assert server is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(UCXXServer, "close", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            worker.cleanup_ucxx()
+    worker.cleanup_ucxx()
+    assert server._run is None, "it serves no more"
+    assert ring.native.closed
+
+
 @pytest.mark.nightly
 def test_a_ring_taken_over_keeps_its_payloads() -> None:
     name = f"rollout-test-{secrets.token_hex(4)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import io
 import os
@@ -22,10 +23,11 @@ from transport import BlockingClient, SharedRingBuffer, UCXXServer, _ring
 from transport.runtime.forks import unforked
 from transport.runtime.signals import until_stopped
 from transport.runtime.waits import Flag
-from transport.server import running
+from transport.server import running, supervisor
 from transport.server.ending import is_ending, is_listener
 from transport.server.running import OneThread, Processes
 from transport.server.starting import ListenerConfig, StartReport
+from transport.server.supervisor import Supervisor, SupervisorConfig
 from transport.settings import Settings
 
 # As a listener looks, with so much memory that its end takes a while.
@@ -86,6 +88,15 @@ def test_a_server_that_stops_waits_until_killed_listeners_have_left_so_that_the_
     assert ring.name not in _ring.segments()
 
 
+def test_a_server_that_stops_waits_for_listeners_that_are_ending(
+    ring: SharedRingBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[tuple[set[int], set[int]]] = [(set(), {1}), (set(), set())]
+    monkeypatch.setattr(running, "listeners_of", lambda _: looks.pop(0))
+    Processes(ring, config(ring), (0,))._stop_orphans()
+    assert not looks
+
+
 # As a listener looks that hears no SIGTERM.
 _DEAF = """
 import signal, sys
@@ -98,10 +109,12 @@ sys.stdin.read()
 """
 
 
-def test_a_server_that_stops_kills_a_listener_that_hears_no_sigterm(
-    ring: SharedRingBuffer, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("whose", ["server", "supervisor"])
+def test_who_stops_kills_a_listener_that_hears_no_sigterm(
+    whose: str, ring: SharedRingBuffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(running, "END_S", 0.0)
+    monkeypatch.setattr(supervisor, "_LISTENERS_S", 0.0)
     with subprocess.Popen(
         [sys.executable, "-c", _DEAF, ring.name, "transport.server.process"],
         stdin=subprocess.PIPE,
@@ -110,7 +123,11 @@ def test_a_server_that_stops_kills_a_listener_that_hears_no_sigterm(
         try:
             assert deaf.stdout is not None
             assert deaf.stdout.readline() == b"ready\n"
-            Processes(ring, config(ring), (0,))._stop_orphans()
+            if whose == "server":
+                Processes(ring, config(ring), (0,))._stop_orphans()
+            else:
+                of_ring = SupervisorConfig(ports=(0,), listener=config(ring))
+                asyncio.run(Supervisor(ring, of_ring)._stop_listeners())
             assert [owner.pid for owner in ring.native.owners() if owner.alive] == [os.getpid()]
         finally:
             deaf.kill()
@@ -145,7 +162,8 @@ class _Failing(Processes):
         self._spawn()
 
     def _spawn(self) -> StartReport:
-        self._process = subprocess.Popen(["false"])
+        ends = ("false", "true")[len(self.pauses.s) % 2]  # also as one that was told to end with its writer
+        self._process = subprocess.Popen([ends])
         if len(self.pauses.s) == self._long:
             begun = iter([self.now])
             self.now += 60.0

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 
 import pytest
 from helpers import eventually, state_of
 from loopback import LOOPBACK
 
 from transport import SharedRingBuffer, UCXXServer
-from transport.server.ending import is_listener
+from transport.server.ending import LISTENER, is_listener, send
 from transport.server.running import Processes
 
 pytestmark = [pytest.mark.ucx, pytest.mark.slow]
@@ -26,6 +27,18 @@ def supervisor_of(server: UCXXServer) -> subprocess.Popen[bytes]:
 
 def listeners_of(ring: SharedRingBuffer) -> list[int]:
     return [owner.pid for owner in ring.native.owners() if owner.alive and is_listener(owner.pid)]
+
+
+def test_a_stopped_process_hears_that_it_is_to_end() -> None:
+    with subprocess.Popen([sys.executable, "-S", "-c", "input()", LISTENER], stdin=subprocess.PIPE) as process:
+        try:
+            eventually(lambda: is_listener(process.pid))
+            process.send_signal(signal.SIGSTOP)
+            eventually(lambda: state_of(process.pid) == "T")
+            send(signal.SIGTERM, process.pid)
+            eventually(lambda: process.poll() == -signal.SIGTERM)
+        finally:
+            process.kill()
 
 
 @pytest.mark.nightly

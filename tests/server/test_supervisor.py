@@ -15,12 +15,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from helpers import NETWORK, Child, asynchronous, dead_port, eventually, listener_pids, parent_of, until
+from helpers import NETWORK, PATIENCE_S, asynchronous, eventually, listener_pids, parent_of, until
 from loopback import FAMILY
 from supervised import LOCAL, QUICK, bound, read_all, write
 
 from transport import SharedRingBuffer, UCXXClient, UCXXServer
 from transport.errors import BusyPortError
+from transport.ring.attachment import attached
+from transport.server import supervisor as supervising
 from transport.server.starting import ListenerConfig, StartReport
 from transport.server.supervisor import ServedPort, Supervisor, SupervisorConfig
 from transport.settings import Settings
@@ -99,14 +101,20 @@ def silence_s(ring: SharedRingBuffer, pid: int) -> float:
     return (time.monotonic_ns() - beat) / 1e9
 
 
-@pytest.mark.nightly
-def test_adopting_keeps_the_order_of_the_ports() -> None:
-    with served() as (ring, server):
-        for ports in (server.ports, server.ports[::-1]):
-            config = SupervisorConfig(
-                ports=ports, listener=ListenerConfig(segment=ring.name, port=0, settings=QUICK), first=False
-            )
-            assert tuple(served.port for served in Supervisor(ring, config).served_ports) == ports
+@pytest.mark.parametrize(
+    ("ports", "adopted"), [((1, 2), (1, 2)), ((2, 1), (2, 1)), ((3, 1), (2, 1)), ((3, 4), (1, 2)), ((0, 2), (1, 2))]
+)
+def test_listeners_are_adopted_where_they_are_in_the_order_of_the_ports(
+    ports: tuple[int, int], adopted: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervising, "is_listener", lambda pid: pid == os.getpid())
+    with SharedRingBuffer.create(slots=1, slot_bytes=64) as ring, contextlib.ExitStack() as stack:
+        ring.native.set_ports((1, 2))
+        for port in (1, 2):
+            stack.enter_context(attached(ring.name, "listener")).native.set_own_port(port)
+        config = SupervisorConfig(ports=ports, listener=ListenerConfig(segment=ring.name, port=0, settings=QUICK))
+        again = Supervisor(ring, msgspec.structs.replace(config, first=False))
+        assert tuple(served.port for served in again.served_ports) == adopted
 
 
 def test_a_listener_that_fails_again_is_started_after_twice_the_time_up_to_a_bound() -> None:
@@ -137,38 +145,34 @@ def test_a_port_that_was_lost_stays_published_until_its_successor_is_known() -> 
         assert ring.native.ports() == (7003, 7002)
 
 
-OTHER_WRITER = """
-import sys
-from transport import SharedRingBuffer
-with SharedRingBuffer.attach(sys.argv[1], role="writer"):
-    print("here", flush=True)
-    sys.stdin.readline()
-"""
+@pytest.mark.parametrize(
+    ("living", "taken_over"), [({(1, 1)}, False), ({(1, 1), (2, 2)}, False), ({(2, 2)}, True), (set(), False)]
+)
+def test_another_writer_takes_the_ring_over_once_the_first_one_is_gone(
+    living: set[tuple[int, int]], taken_over: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervising, "_living_writers", lambda _: living)
+    with SharedRingBuffer.create(slots=1, slot_bytes=64) as ring:
+        config = SupervisorConfig(ports=(0,), listener=ListenerConfig(segment=ring.name, port=0, settings=QUICK))
+        assert Supervisor(ring, config, {(1, 1)})._succeeded() is taken_over
 
 
-@pytest.mark.nightly
-def test_another_writer_beside_the_first_one_takes_nothing_over() -> None:
-    with served() as (ring, server):
-        config = SupervisorConfig(
-            ports=server.ports, listener=ListenerConfig(segment=ring.name, port=0, settings=QUICK), first=False
-        )
-        supervisor = Supervisor(ring, config)
-        with Child(OTHER_WRITER, ring.name) as other:
-            assert other.line() == "here"
-            assert not supervisor._succeeded()
-            other.tell()
-            assert other.wait() == 0
-
-
-@pytest.mark.nightly
-def test_a_listener_that_has_moved_is_adopted_where_it_is() -> None:
-    with served() as (ring, server):
-        here, moved = server.ports
-        with dead_port() as nobodys:
-            config = SupervisorConfig(
-                ports=(nobodys, here), listener=ListenerConfig(segment=ring.name, port=0, settings=QUICK), first=False
-            )
-            assert [served.port for served in Supervisor(ring, config).served_ports] == [moved, here]
+@asynchronous
+async def test_a_supervisor_whose_writer_was_killed_lets_go_of_its_pipes(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = asyncio.Event()
+    monkeypatch.setattr(supervising.stacks, "leave_pipes", left.set)
+    writer = SharedRingBuffer.create(slots=1, slot_bytes=64)
+    writer.write_raw(b"unread")
+    with attached(writer.name, "observer") as ring:
+        writer.native.close()  # as if it had been killed
+        config = SupervisorConfig(ports=(), listener=ListenerConfig(segment=ring.name, port=0, settings=QUICK))
+        ending = Supervisor(ring, config)
+        serving = asyncio.ensure_future(ending.run())
+        async with asyncio.timeout(PATIENCE_S):
+            await left.wait()
+        ending.request_stop()
+        await serving
+        assert ending.remove_segment()
 
 
 @pytest.mark.nightly
