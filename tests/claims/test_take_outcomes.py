@@ -129,7 +129,6 @@ async def test_a_finish_that_a_stopped_listener_has_not_seen_is_refused_when_it_
         await comes_again(of)
 
 
-@pytest.mark.nightly
 @asynchronous
 async def test_a_consume_whose_question_fails_is_answered_when_it_is_asked_again(
     ring: SharedRingBuffer, monkeypatch: pytest.MonkeyPatch
@@ -286,7 +285,7 @@ async def test_what_is_given_back_while_its_connection_breaks_comes_again(ring: 
         assert (await consume(of.batch)).tolist() == [False]
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("then", ["finish", "end"])
 @asynchronous
 async def test_a_listener_that_stopped_with_a_full_window_of_unanswered_ends_keeps_no_later_one_waiting(

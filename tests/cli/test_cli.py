@@ -153,7 +153,6 @@ def test_reclaim_removes_what_a_rollout_that_was_killed_left_of_a_ring_where_eve
     assert not left.exists()
 
 
-@pytest.mark.nightly
 def test_reclaim_looks_at_the_rings_of_a_run(dead_segment: str, capsys: pytest.CaptureFixture[str]) -> None:
     run_of_it = dead_segment.removeprefix("/transport-")
     for place, found in (("rings:no-such-run-", []), (f"rings:{run_of_it}", [dead_segment])):

@@ -131,7 +131,6 @@ def test_a_start_that_fails_shows_no_ring(capfd: pytest.CaptureFixture[str]) -> 
     assert found == []
 
 
-@pytest.mark.nightly
 @pytest.mark.ucx
 def test_with_a_grace_budget_it_waits_until_everything_is_read_and_logs_that(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

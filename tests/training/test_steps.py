@@ -752,7 +752,7 @@ def test_a_step_whose_consume_was_interrupted_at_any_line_is_in_the_record_when_
             assert not any(record.accept(*delivery) for delivery in step.deliveries), interrupt.at
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(keep=1)
 def test_the_end_of_a_group_lasts_as_long_as_its_samples(ring: SharedRingBuffer, prefix: str, wire: str) -> None:
     write(ring, "p", 1, count=2)
     ring.mark(end_of("p"))
