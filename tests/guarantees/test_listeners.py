@@ -154,7 +154,6 @@ def all_of(run: Run) -> list[int]:
     return [run.writer.pid, parent_of(listener), listener]
 
 
-@pytest.mark.nightly
 @pytest.mark.guarantee("the same, and the ring's writer, supervisor and listeners are killed at once")
 def test_a_ring_killed_as_a_whole_behind_a_consume_is_asked_in_its_segment(doomed: Run, way: Detour) -> None:
     doomed.publish(4)
@@ -223,7 +222,6 @@ def test_a_network_that_is_away_for_too_long_while_a_trainer_consumes(doomed: Ru
         doomed.account(accepted)
 
 
-@pytest.mark.nightly
 @pytest.mark.guarantee("the same, and the ring's writer, supervisor and listeners are killed at once")
 def test_a_ring_elsewhere_that_dies_as_a_whole_behind_a_consume_tells_once_another_writer_has_it(
     doomed: Run, way: Detour
