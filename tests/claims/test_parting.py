@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from helpers import eventually, settings_with
-from loopback import LOOPBACK, at
+from helpers import PATIENCE_S, eventually, listener_pids, settings_with, until
+from loopback import IPV6, LOOPBACK, at
 
 from transport import SharedRingBuffer, Trainer, UCXXServer
 from transport.packer.options import ClientOptions
+from transport.testing import run
+from transport.wire.ucx import Worker
+from transport.wires import settings_for
 
 pytestmark = pytest.mark.ucx
 LONG_S = 30.0
@@ -22,12 +25,24 @@ def other(prefix: str) -> Iterator[SharedRingBuffer]:
         yield made
 
 
+async def stall(ring: SharedRingBuffer) -> None:
+    """Have the ring's listener begin anew, as one that receives nothing over shared memory."""
+    [(port, before)] = listener_pids(ring).items()
+    worker = Worker(settings_for(frozenset({"shm"}), ipv6=IPV6))
+    try:
+        for _ in range(3):
+            await worker.connect(LOOPBACK, port)  # and says nothing
+        await until(lambda: listener_pids(ring).get(port, before) != before, "another listener on that port")
+    finally:
+        worker.close()
+
+
 @pytest.mark.nightly(keep=1)
-@pytest.mark.parametrize("how", ["idle", "stopped"])
+@pytest.mark.parametrize("how", ["restarted", "idle", "stopped"])
 def test_a_listener_that_closes_a_connection_over_shared_memory_costs_no_claims_of_other_rings(
     prefix: str, other: SharedRingBuffer, how: str
 ) -> None:
-    evicts = settings_with(pool_endpoint_max_age_s=0.5, listener_idle_eviction_s=1.0)
+    evicts = settings_with(pool_endpoint_max_age_s=0.5, listener_idle_eviction_s=1.0, handshake_timeout_s=1.1)
     client = ClientOptions(settings=settings_with(claim_lease_s=1e6))  # which says seldom that it lives
     with (
         SharedRingBuffer.create(prefix=prefix, slots=4, slot_bytes=64) as ring,
@@ -48,6 +63,9 @@ def test_a_listener_that_closes_a_connection_over_shared_memory_costs_no_claims_
         opened = trainer._client.statistics().links_opened
         if how == "idle":
             trainer.rings.rest_at_once()
+            eventually(lambda: trainer._client.statistics().links_opened > opened, "it has come again")
+        elif how == "restarted":
+            run(stall(ring), PATIENCE_S)
             eventually(lambda: trainer._client.statistics().links_opened > opened, "it has come again")
         else:
             server.close()

@@ -540,9 +540,9 @@ class Listener:
     def _look_at_network(self) -> None:
         if self._worker is None or not (changed := Network.now().changed_since(self._worker.network)):
             return
-        if self._restart is not None and not self.draining:
+        if self._restart is not None:
             self._restart(f"{changed} after it had started")
-        elif self._restart is None and self._changes.due() is not None:
+        elif self._changes.due() is not None:
             log.warning("%r: has the network of its start, but %s: start it again", self, changed)
 
     def forget(self, connection: Connection) -> None:
@@ -554,7 +554,7 @@ class Listener:
         """Note that a connection over shared memory ended before anything was received on it."""
         last_received = max([self.received_at, *(each.last_active for each in self._connections)])
         stalled = self._stall.silent(began, time.monotonic(), last_received)
-        if stalled and self._restart is not None and not self.draining:
+        if stalled and self._restart is not None:
             self._restart("it receives nothing over shared memory")
 
     # --- once a second ------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """A listener as a process of its own: ``python -m transport.server.process``, started by the supervisor.
 
 The supervisor sends the configuration; the listener reports its port, or why it could not start (starting.py). It ends
-within `END_S` after SIGTERM.
+within `END_S` after SIGTERM, and within `PART_S` where only a new process can repair it. Either way its clients are
+asked to close first.
 """
 
 from __future__ import annotations
@@ -54,24 +55,25 @@ async def _stop_when_orphaned(ring: Attachment, lifetime: Lifetime, settings: Se
         await asyncio.sleep(settings.heartbeat_s)
 
 
-def _restart(reason: str) -> NoReturn:
-    """End at once: the kernel releases pins and memory, and the supervisor starts a new listener."""
-    log.error("the listener restarts: %s", reason)
-    logging.shutdown()
-    os._exit(RESTART)
-
-
 async def _serve(config: ListenerConfig) -> int:
     stop = asyncio.Event()
+    status, drain_s = 0, DRAIN_S
     loop = asyncio.get_running_loop()
 
-    def on_signal() -> None:
+    def end() -> None:
         if not stop.is_set():
             stop.set()
             stacks.exit_at(EXIT_S)
 
+    def restart(reason: str) -> None:
+        nonlocal status, drain_s
+        if not stop.is_set():
+            log.error("the listener restarts: %s", reason)
+            status, drain_s = RESTART, 0.0  # readers outlast the second without a listener, not a drain as well
+            end()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
+        loop.add_signal_handler(number, end)
     try:
         ring = attached(config.segment, "listener")
     except TransportError as error:
@@ -84,7 +86,7 @@ async def _serve(config: ListenerConfig) -> int:
             secret=config.secret,
             wires=config.wires,
             bind=config.bind,
-            restart=_restart,
+            restart=restart,
         )
         try:
             port = listener.start(config.port)
@@ -99,15 +101,15 @@ async def _serve(config: ListenerConfig) -> int:
             answer(StartReport(ports=(port,)))
             await stop.wait()
         finally:
-            await listener.stop(DRAIN_S, exiting=True)
+            await listener.stop(drain_s, exiting=True)
             orphaned.cancel()  # no effect if it has finished
         if orphaned.done() and not orphaned.cancelled() and not ring.native.supervised:
             ring.native.unlink_if_last(gives_up_to=lifetime.gives_up_to)  # what is unread then, if linger_s is over
-    return 0
+    return status
 
 
 def main() -> NoReturn:
-    """Entry point. Exit status 0 after a graceful stop, 1 when it could not start."""
+    """Entry point. Exit status 0 after a graceful stop, `RESTART` to be started again, 1 when it could not start."""
     keep_stdout_for_the_answer()
     stacks.enable()
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
