@@ -209,8 +209,14 @@ class Connection:
         client_base: int,
         ended: object,
         lease_s: float = 0.0,
+        takes: bool = False,
     ) -> None:
-        """``lease_s``: of its claims, as the client has asked for it; 0: they end with the connection."""
+        """Begin to receive.
+
+        Args:
+            lease_s: of its claims, as the client has asked for it; 0: they end with the connection.
+            takes: it may ask for payloads, and counts among the ring's takers, who are to hear the end.
+        """
 
     def count_as(self, counter: str) -> None:
         """Count its payloads' bytes under this name of `Ring.counters`, such as "bytes_shm"; first "bytes_tcp"."""
@@ -221,8 +227,6 @@ class Connection:
         still reads one's slot, so only `close` ends it."""
     def close(self) -> None:
         """UCX is out of the slots' memory before their pins go."""
-    def join_takers(self) -> None:
-        """Count it among the ring's takers, who are to hear the end, whether it asks for payloads or not."""
     def part(self, *, again: bool) -> None:
         """Give the client nothing more, who is asked to close.
 

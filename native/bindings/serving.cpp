@@ -19,9 +19,9 @@ constexpr std::size_t kFirst = 2, kSecond = 3;
 
 std::shared_ptr<Connection> open(std::shared_ptr<Service> service, std::shared_ptr<Endpoint> endpoint,
                                  std::uint32_t tag_base, std::uint32_t client_base,
-                                 nb::handle ended, double lease_s) {
+                                 nb::handle ended, double lease_s, bool takes) {
   return Connection::open(std::move(service), std::move(endpoint), tag_base, client_base,
-                          duration_ns(lease_s), own(ended));
+                          duration_ns(lease_s), takes, own(ended));
 }
 
 }  // namespace
@@ -57,7 +57,7 @@ void bind_serving(nb::module_& module) {
 
   nb::class_<Connection>(module, "Connection", nb::is_final(), "A client's connection after WELCOME.")
       .def(nb::new_(&open), "service"_a, "endpoint"_a, "tag_base"_a, "client_base"_a,
-           "ended"_a, "lease_s"_a = 0.0,
+           "ended"_a, "lease_s"_a = 0.0, "takes"_a = false,
            nb::keep_alive<0, kFirst>())
       .def_prop_ro("last_active", &Connection::last_active)
       .def_prop_ro("attempts", &Connection::attempts)
@@ -73,7 +73,6 @@ void bind_serving(nb::module_& module) {
       .def("end_consumed", &Connection::end_consumed, nb::call_guard<GilReleased>())
       .def("expire", &Connection::expire, "before"_a, nb::call_guard<GilReleased>())
       .def("close", &Connection::close, nb::call_guard<GilReleased>())
-      .def("join_takers", &Connection::join_takers, nb::call_guard<GilReleased>())
       .def("part", &Connection::part, nb::kw_only(), "again"_a);
 }
 

@@ -99,7 +99,7 @@ class Served {
   bool admit() {
     ucp::Event event;
     if (!take_event(side.events, &arrivals_, event)) return false;
-    connection = ucp::Connection::open(service, event.endpoint, kListenerBase, kClientBase, 0, &ended_);
+    connection = ucp::Connection::open(service, event.endpoint, kListenerBase, kClientBase, 0, true, &ended_);
     return true;
   }
   bool ended(ucp::End& how) {

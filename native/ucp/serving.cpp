@@ -35,9 +35,9 @@ bool is_of_the_peer(ucs_status_t status) {
 // --- connection: messages in --------------------------------------------------------------------------------
 std::shared_ptr<Connection> Connection::open(std::shared_ptr<Service> service, std::shared_ptr<Endpoint> endpoint,
                                              std::uint32_t tag_base, std::uint32_t client_base,
-                                             std::uint64_t lease_ns, void* ended) {
+                                             std::uint64_t lease_ns, bool takes, void* ended) {
   std::shared_ptr<Connection> opened(
-      new Connection(std::move(service), std::move(endpoint), tag_base, client_base, lease_ns));
+      new Connection(std::move(service), std::move(endpoint), tag_base, client_base, lease_ns, takes));
   opened->heard_ns_ = monotonic_ns();
   opened->ended_ = ended;
   ++opened->service_->engine().expecting;
@@ -46,6 +46,7 @@ std::shared_ptr<Connection> Connection::open(std::shared_ptr<Service> service, s
   // What comes after the handshake in its way would stay in UCX, however much it is.
   opened->endpoint_->receive_stream(&opened->inbox_->beyond_handshake, 1,
                                     {&Connection::received_stream, opened.get()}, opened->inbox_);
+  opened->join_takers();
   return opened;
 }
 
@@ -143,7 +144,10 @@ void Connection::run() {
 bool Connection::answer(const std::byte* message) {
   const auto header = load<Header>(message);
   if (const Record first = record_at(message, 0); first.kind == static_cast<std::uint8_t>(Kind::take)) {
-    service_->take(*this, header.number, first);
+    if (takes_)
+      service_->take(*this, header.number, first);
+    else
+      end(End::garbage, "a demand of a client whose handshake said that it takes nothing");
     return true;
   }
   if (!answering_) {
@@ -330,9 +334,12 @@ void Connection::end_consumed() {
   }
 }
 
+// Where what becomes of its claims is noted, and by which a writer that closes knows of it. As soon as there is room; a
+// client that comes when nothing is left hears that at once.
 void Connection::join_takers() {
+  if (!takes_ || taker_ >= 0) return;
   const Ring::InUse use(service_->ring_);
-  service_->open_taker(*this);
+  if (!service_->ring_.drained()) taker_ = service_->ring_.open_taker(taker_token(tag_base_, client_base_));
 }
 
 // What waits for a payload would get one that its client, who closes or has stopped, does not train on.

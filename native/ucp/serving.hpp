@@ -182,7 +182,6 @@ class Service {
   // Held up: by what its connection holds, whatever there is to claim.
   enum class Served { answered, nothing, held_up };
   Served serve(Demand& demand);
-  void open_taker(Connection& connection);
   void answer(const Demand& demand, Code code, const std::vector<Claimed>& claimed = {});
   void serve_waiting();
   void forget(const Connection& connection);
@@ -241,13 +240,12 @@ class Connection : public Deferred {
   // `ended` is an owned reference for the event that tells of the end. Receives stand when this returns.
   static std::shared_ptr<Connection> open(std::shared_ptr<Service> service, std::shared_ptr<Endpoint> endpoint,
                                           std::uint32_t tag_base, std::uint32_t client_base,
-                                          std::uint64_t lease_ns, void* ended);
+                                          std::uint64_t lease_ns, bool takes, void* ended);
   ~Connection() override { close(); }
   Connection(const Connection&) = delete;
   Connection& operator=(const Connection&) = delete;
 
   void close();
-  void join_takers();  // it is a trainer's, who is to hear the end
   void part(bool again);  // its client is asked to close, and is given nothing more; whether it comes again
 
   std::size_t attempts() const { return attempts_; }
@@ -284,13 +282,14 @@ class Connection : public Deferred {
   };
 
   Connection(std::shared_ptr<Service> service, std::shared_ptr<Endpoint> endpoint, std::uint32_t tag_base,
-             std::uint32_t client_base, std::uint64_t lease_ns)
+             std::uint32_t client_base, std::uint64_t lease_ns, bool takes)
       : service_(std::move(service)),
         endpoint_(std::move(endpoint)),
         inbox_(std::make_shared<Inbox>()),
         tag_base_(tag_base),
         client_base_(client_base),
-        lease_ns_(lease_ns) {}
+        lease_ns_(lease_ns),
+        takes_(takes) {}
 
   static void received(void* self, std::uint32_t index, ucs_status_t status, std::size_t length);
   static void received_stream(void* self, std::uint32_t index, ucs_status_t status, std::size_t length);
@@ -299,6 +298,7 @@ class Connection : public Deferred {
   static void payload_sent(void* self, std::uint32_t index, ucs_status_t status, std::size_t length);
 
   void run() override;
+  void join_takers();
   bool has_work() const;
   void post();
   bool keep(std::uint64_t place, std::size_t length, ucp_tag_message_h message);
@@ -328,9 +328,10 @@ class Connection : public Deferred {
   std::size_t attempts_ = 0;
   std::size_t reads_ = 0;  // of the attempts
   std::size_t waiting_ = 0;
-  int taker_ = -1;  // where its finishes are noted, once it has asked for payloads
+  int taker_ = -1;  // where its finishes are noted
   Attempt* first_ = nullptr;
   const std::uint64_t lease_ns_;  // as OwnerRow's: the client's own, 0: none
+  const bool takes_;  // it is a trainer's, who asks for payloads and is to hear the end
   std::uint64_t heard_ns_ = 0;    // CLOCK_MONOTONIC of its last message
   std::unique_ptr<Answering> answering_;  // while it goes on in another turn
   Counter carried_ = Counter::bytes_tcp;  // what its payloads' bytes are counted as

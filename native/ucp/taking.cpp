@@ -47,7 +47,7 @@ void TakeReply::find_copied() {
 // --- demands ----------------------------------------------------------------------------------------
 void Service::take(Connection& connection, std::uint32_t number, const Record& record) {
   connection.expect_no_more();
-  open_taker(connection);  // before any answer, where its handshake has opened none
+  connection.join_takers();  // there may have been no room before
   const std::uint64_t now = monotonic_ns();
   Demand demand{&connection,
                 number,
@@ -71,12 +71,6 @@ void Service::take(Connection& connection, std::uint32_t number, const Record& r
     arm(before);
   else
     look();
-}
-
-// Where what becomes of its claims is noted, and by which a writer that closes knows of it.
-void Service::open_taker(Connection& connection) {
-  if (connection.taker_ < 0)
-    connection.taker_ = ring_.open_taker(taker_token(connection.tag_base_, connection.client_base_));
 }
 
 Service::Served Service::serve(Demand& demand) {

@@ -208,6 +208,7 @@ async def test_a_connection_has_a_limited_number_of_demands_that_wait(ring: Shar
 
 
 LONG_MS = 60_000
+MOST_TAKERS = 128  # that a ring keeps apart
 
 
 def demand(count: int = 1, wait_ms: int = 0, told: int | None = None, rank: int = 0) -> Record:
@@ -225,7 +226,7 @@ def end_of(kind: Kind, ticket: Ticket, **changes: int) -> Record:
 async def under_way(stage: Stage, ring: SharedRingBuffer) -> tuple[Peer, Ticket]:
     """A peer that has taken a payload and does not receive it: UCX is in its slot."""
     ticket = ring.write_raw(LARGE)
-    peer = await stage.connected()
+    peer = await stage.connected(takes=True)
     peer.tell(demand())
     await until(lambda: depth(ring) == (0, 1), "it is claimed")
     return peer, ticket
@@ -248,7 +249,7 @@ async def answer_to(peer: Peer, number: int) -> tuple[int, int, int]:
 @asynchronous
 async def test_a_client_that_is_asked_to_close_is_given_no_more_payloads(ring: SharedRingBuffer, when: str) -> None:
     async with Stage(ring, handshake_timeout_s=600) as stage:
-        parting, other = await stage.connected(), await stage.connected()
+        parting, other = await stage.connected(takes=True), await stage.connected(takes=True)
         if when == "before":
             parting.tell(demand(wait_ms=LONG_MS))
             await parting.settled()
@@ -271,7 +272,7 @@ async def test_a_demand_that_waits_is_told_what_is_left_at_the_end_and_whenever_
     async with Stage(ring) as stage:
         service = stage.listener._service
         assert service is not None
-        peer, other = await stage.connected(), await stage.connected()
+        peer, other = await stage.connected(takes=True), await stage.connected(takes=True)
         assert await answer_to(peer, peer.tell(demand())) == (1, 0, more)
         assert await answer_to(other, other.tell(demand())) == (1, 0, more)
         first = peer.tell(demand(wait_ms=60 * LONG_MS))
@@ -294,7 +295,7 @@ async def test_what_another_rank_has_not_consumed_is_not_left_for_this_one(ring:
     ticket = ring.write_raw(b"x", readers=2)
     ring.end_data()
     async with Stage(ring) as stage:
-        peer = await stage.connected()
+        peer = await stage.connected(takes=True)
         assert await answer_to(peer, peer.tell(demand(rank=1))) == (1, 0, 1)
         peer.tell(end_of(Kind.FINISH, ticket, rank=1))
         assert await answer_to(peer, peer.tell(demand(rank=1))) == (0, 0, 0)
@@ -310,7 +311,7 @@ async def test_a_connection_that_receives_no_answers_does_not_keep_payloads_from
     async with Stage(ring) as stage, remote(wire=TCP) as other:
         service = stage.listener._service
         assert service is not None
-        full = await stage.connected()
+        full = await stage.connected(takes=True)
         for _ in range(2):
             full.tell(demand(wait_ms=LONG_MS))
         await until(lambda: service.waiting == 2, "they wait")
@@ -331,7 +332,7 @@ async def test_answers_that_are_not_received_have_a_limit_in_bytes() -> None:
         async with Stage(ring) as stage:
             service = stage.listener._service
             assert service is not None
-            peer = await stage.connected()
+            peer = await stage.connected(takes=True)
             numbers = [peer.tell(demand(64, wait_ms=LONG_MS)) for _ in range(68)]
             await until(lambda: service.waiting > 0, "the last ones wait, although there are payloads")
             ready, claimed = depth(ring)
@@ -350,7 +351,7 @@ async def test_claims_and_reads_do_not_use_up_the_limits_of_each_other(
     monkeypatch.setattr("transport.server.listener._MOST_READS", 2)
     tickets = [ring.write_raw(bytes([number])) for number in range(SLOTS)]
     async with Stage(ring) as stage:
-        peer = await stage.connected()
+        peer = await stage.connected(takes=True)
         for taken in (1, 2):
             assert [await received(peer, peer.tell(demand())) for _ in range(3)] == [1, 1, 1]
             assert depth(ring)[1] == 3 * taken
@@ -426,7 +427,7 @@ async def test_a_silent_holder_whose_claims_have_ended_is_not_given_the_payloads
     first = ring.write_raw(b"claimed by the silent peer")
     async with Stage(ring, heartbeat_s=0.1) as stage, remote(wire=TCP) as other:
         peer = await stage.peer()
-        assert (await peer.greet(lease_ms=500)).code == 0
+        assert (await peer.greet(lease_ms=500, takes=True)).code == 0
         await peer.settled()
         await received(peer, peer.tell(demand()))
         peer.tell(demand(wait_ms=LONG_MS))
@@ -446,7 +447,7 @@ async def test_a_silent_holder_that_does_not_receive_its_answer_is_closed(ring: 
         ring.write_raw(data)
     async with Stage(ring, heartbeat_s=0.1, handshake_timeout_s=1.0) as stage:
         peer = await stage.peer()
-        assert (await peer.greet(lease_ms=500)).code == 0
+        assert (await peer.greet(lease_ms=500, takes=True)).code == 0
         await peer.settled()
         peer.tell(demand(SLOTS))
         await until(lambda: depth(ring) == (0, SLOTS), "they are claimed")
@@ -505,10 +506,10 @@ async def test_an_answer_of_several_payloads_that_breaks_does_not_count_and_the_
     async with Stage(ring) as stage:
         for number in range(3):
             ring.write_raw(b"payload %d" % number)
-        peer = await stage.connected()
+        peer = await stage.connected(takes=True)
         assert await received(peer, peer.tell(demand(3))) == 3
         await peer.gone()  # it has named none of them
-        other = await stage.connected()
+        other = await stage.connected(takes=True)
         assert await received(other, other.tell(demand(3))) == 1
         await other.gone()  # which was alone
         claims = claim_each(ring, 3)
@@ -588,7 +589,7 @@ async def test_a_delivery_that_ends_unused_is_counted_and_logged_as_the_ring_its
 async def test_texts_that_are_not_utf8_are_stored_as_one_line_that_can_be_shown(ring: SharedRingBuffer) -> None:
     ticket = ring.write_raw(b"of no use")
     async with Stage(ring) as stage:
-        peer = await stage.connected()
+        peer = await stage.connected(takes=True)
         number = peer.tell(Record(Kind.TAKE, slot=1, length=1 << 10, joined_most=1 << 10))
         await peer.endpoint.receive(bytearray(8192), frames.tag(peer.base, number))
         texts = b"\xff\xed\xa0\x80\x1b[2J\n\xc2\x85ok\xf4\x90\x80\x80" + b"a\xc3"
@@ -604,7 +605,7 @@ async def test_a_claim_that_is_given_back_while_its_payload_is_read_leaves_no_pi
 ) -> None:
     ticket = ring.write_raw(LARGE)
     async with Stage(ring, ack_timeout_s=3000.0) as stage:
-        peer = await stage.connected()
+        peer = await stage.connected(takes=True)
         number = peer.tell(Record(Kind.TAKE, slot=1, length=1 << 20))
         await peer.endpoint.receive(bytearray(8192), frames.tag(peer.base, number))
         peer.holds = True
@@ -638,7 +639,7 @@ async def test_an_end_that_contradicts_itself_closes_that_connection_only(
 ) -> None:
     ticket = ring.write_raw(b"stays")
     async with Stage(ring) as stage:
-        other, peer = await stage.connected(), await stage.peer()
+        other, peer = await stage.connected(takes=True), await stage.peer()
         await peer.greet()
         record = Record(Kind.END, ticket.slot, ticket.generation, attempts=1, joined_most=frames.DEAD)._replace(
             **fields
@@ -648,6 +649,33 @@ async def test_an_end_that_contradicts_itself_closes_that_connection_only(
         assert peer.closed
         assert list(stage.listener._connections) == [other.connection]
     assert counts(ring) == {"ready": 1}
+
+
+@asynchronous
+async def test_a_demand_of_a_client_whose_handshake_said_that_it_takes_nothing_ends_its_connection_alone(
+    ring: SharedRingBuffer,
+) -> None:
+    ring.write_raw(b"stays")
+    async with Stage(ring) as stage:
+        trainer, reader = await stage.connected(takes=True), await stage.connected()
+        with pytest.raises(ConnectionLostError):
+            await received(reader, reader.tell(demand()))
+        await reader.task
+        assert await received(trainer, trainer.tell(demand())) == 1
+
+
+@asynchronous
+async def test_a_trainer_that_comes_when_as_many_take_as_are_known_is_known_when_it_asks_again(
+    ring: SharedRingBuffer,
+) -> None:
+    async with Stage(ring) as stage:
+        most = [await stage.connected(takes=True) for _ in range(MOST_TAKERS)]
+        late = await stage.connected(takes=True)
+        assert await received(late, late.tell(demand())) == 0
+        await most[0].gone()
+        assert ring.native.takers == MOST_TAKERS - 1
+        assert await received(late, late.tell(demand())) == 0
+        assert ring.native.takers == MOST_TAKERS
 
 
 @asynchronous
@@ -711,7 +739,7 @@ async def test_a_malformed_demand_ends_its_connection_and_takes_nothing(
 ) -> None:
     ring.write_raw(b"not for them")
     async with Stage(ring) as stage:
-        peer = await stage.connected()
+        peer = await stage.connected(takes=True)
         peer.send(frame_codec.encode_control(0, records))
         await until(lambda: peer.task.done(), "the connection has ended")
         assert depth(ring) == (1, 0)
@@ -723,7 +751,7 @@ async def test_claims_that_are_not_the_connections_own_are_refused(ring: SharedR
     async with Stage(ring) as stage, remote(wire=TCP) as client:
         batch = await take(client, f"127.0.0.1:{stage.port}", 1)
         row = batch.rows[0]
-        peer = await stage.connected()
+        peer = await stage.connected(takes=True)
         own = Record(Kind.FINISH, int(row["slot"]), int(row["generation"]), int(row["rank"]), attempts=1)
         records = [
             own,
@@ -743,7 +771,7 @@ async def test_claims_that_are_not_the_connections_own_are_refused(ring: SharedR
 async def test_an_end_while_the_payload_is_being_sent_frees_the_slot_afterwards(ring: SharedRingBuffer) -> None:
     ticket = ring.write_raw(LARGE)
     async with Stage(ring) as stage:
-        peer = await stage.connected()
+        peer = await stage.connected(takes=True)
         peer.tell(Record(Kind.TAKE, slot=1, length=1 << 20, joined_most=1 << 20))
         await until(lambda: ring.native.depth(0)["claimed"] == 1, "it is claimed")
         peer.send(end(peer.number, ticket, texts=b"late", key=4))
@@ -774,7 +802,7 @@ async def test_a_listener_whose_ring_was_closed_first_stops_while_a_demand_waits
         async with Stage(ring) as stage:
             service = stage.listener._service
             assert service is not None
-            peer = await stage.connected()
+            peer = await stage.connected(takes=True)
             peer.tell(demand(wait_ms=LONG_MS))
             await until(lambda: service.waiting == 1, "it waits")
             ring.close()

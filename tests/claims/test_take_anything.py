@@ -285,7 +285,7 @@ async def test_whatever_is_asked_of_a_listener_no_slot_stays_held_when_the_asker
     rng = random.Random(seed)
     with SharedRingBuffer.create(slots=SLOTS, slot_bytes=1 << 16, overflow="error") as ring:
         async with Stage(ring) as stage:
-            peers: list[Peer] = [await stage.connected() for _ in range(3)]
+            peers: list[Peer] = [await stage.connected(takes=True) for _ in range(3)]
             numbers: list[int] = []
             for _ in range(120):
                 if rng.random() < 0.3:
@@ -294,7 +294,7 @@ async def test_whatever_is_asked_of_a_listener_no_slot_stays_held_when_the_asker
                 peer = rng.choice(peers)
                 if rng.random() < 0.03 or peer.task.done():
                     await peer.gone()
-                    peers[peers.index(peer)] = await stage.connected()
+                    peers[peers.index(peer)] = await stage.connected(takes=True)
                     continue
                 record = anything(rng, numbers)
                 records = [record] if record.kind is Kind.TAKE else [record, *([record] * rng.choice((0, 0, 1)))]

@@ -63,7 +63,7 @@ async def test_one_bit_that_has_changed_in_a_request_ends_its_connection_and_its
 ) -> None:
     ring.write_raw(SMALL)
     async with Stage(ring) as stage:
-        peer = await stage.connected()
+        peer = await stage.connected(takes=True)
         demand = Record(Kind.TAKE, slot=1, length=1 << 20, joined_most=1 << 20)
         number = peer.tell(demand)
         await peer.endpoint.receive(bytearray(1 << 17), frames.tag(peer.base, number))

@@ -102,10 +102,10 @@ class Stage:
         [connection] = set(self.listener._connections) - known
         return Peer(self, endpoint, connection)
 
-    async def connected(self) -> Peer:
+    async def connected(self, **hello: Any) -> Peer:
         """A client whose handshake is done."""
         peer = await self.peer()
-        assert (await peer.greet()).code == 0
+        assert (await peer.greet(**hello)).code == 0
         await peer.settled()
         return peer
 

@@ -175,10 +175,9 @@ class Connection:
             hello.tag_base,
             self._ended,
             hello.lease_ms / 1000,
+            hello.takes,
         )
         self._takes = hello.takes
-        if self._takes and not self._ring.native.drained:  # else WELCOME says so
-            native.join_takers()
         self._endpoint.worker.kick()
         self._native = native
         self._count_by_wire(native)
