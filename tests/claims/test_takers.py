@@ -20,7 +20,7 @@ def opened(ahead: int, most: int, *places: str) -> Takers:
         for action in actions:
             assert isinstance(action, Open)
             found.append(action.place)
-            takers.opened(action.place)
+            takers.opened(action.place, 0.0)
     assert sorted(found) == sorted(places)
     takers.ahead = ahead
     return takers
@@ -107,7 +107,7 @@ def test_demands_for_whole_batches_give_way_when_more_places_are_found() -> None
     first = asked(takers)
     takers.found("abcd")
     assert (takers.step(0.0), first) == ([Open("d")], dict.fromkeys("abc", (8, True)))
-    takers.opened("d")
+    takers.opened("d", 0.0)
     assert asked(takers) == {"d": (2, True)}
     takers.answered("d", 2, full=True)
     assert sorted(action.place for action in takers.step(0.0) if isinstance(action, CancelDemand)) == ["a", "b", "c"]
@@ -137,7 +137,7 @@ def test_no_more_than_some_places_are_opened_at_once() -> None:
     first = [action.place for action in takers.step(0.0)]
     assert len(first) == 16
     assert (takers.step(0.0), takers.next_due(0.0)) == ([], None)
-    takers.opened(first[0])
+    takers.opened(first[0], 0.0)
     takers.lost(first[1], 0.0)
     [third, fourth] = [action.place for action in takers.step(0.0)]
     assert not {third, fourth} & set(first)
@@ -200,6 +200,24 @@ def test_a_place_that_refuses_a_demand_is_asked_again_after_a_pause_and_keeps_it
     assert asked(takers, 1.1) == {"a": (4, True)}
 
 
+def test_a_place_whose_connection_has_stood_comes_back_at_once_however_often_and_one_that_breaks_does_not() -> None:
+    takers = opened(0, 4, "a")  # it rests: no answer says that all is well
+    pauses, now = [], 0.0
+    for stands_s in [100.0] * 10 + [0.0] * 10:
+        now += stands_s
+        takers.lost("a", now)
+        assert takers.step(now) == []
+        due = takers.next_due(now)
+        assert due is not None
+        pauses.append(round(due - now, 6))
+        now = due
+        assert takers.step(now) == [Open("a")]
+        takers.opened("a", now)
+    assert max(pauses[:10]) == min(pauses)
+    assert pauses[10:] == sorted(pauses[10:])
+    assert pauses[-1] > 10 * pauses[0]
+
+
 PLACES = ["a", "b", "c", "d", "e"]
 
 
@@ -220,7 +238,7 @@ def test_what_is_unused_and_asked_for_is_bounded(most: int, places: int, events:
         now += 0.001
         if kind == 0 and place in opening:
             opening.discard(place)
-            takers.opened(place)
+            takers.opened(place, now)
         elif kind == 1 and place in asked:
             n = asked.pop(place)
             count = min(n, number)

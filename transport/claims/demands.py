@@ -294,7 +294,7 @@ class Demands:
             else:
                 link.served = partial(self._served, name, link.ring)
                 self._connected[name] = link
-                self._takers.opened(name)
+                self._takers.opened(name, time.monotonic())
         self._turn()
 
     def _note(self, name: str, error: BaseException) -> None:

@@ -95,6 +95,7 @@ class _PlaceState:
     unused: int = 0
     failures: int = 0
     due: float = float("-inf")
+    opened_at: float = float("-inf")
 
     @property
     def askable(self) -> bool:
@@ -155,11 +156,11 @@ class Takers:
             self._next(place)
         self._known = len(known)
 
-    def opened(self, name: str) -> None:
+    def opened(self, name: str, now: float) -> None:
         """Note that the place is connected."""
         place = self._places[name]
         self._opening -= place.state == "opening"
-        place.state = "open"
+        place.state, place.opened_at = "open", now
         self._next(place)
 
     def answered(self, name: str, count: int, *, full: bool) -> None:
@@ -189,9 +190,14 @@ class Takers:
         heapq.heappush(self._paused, (place.due, place.order, name))
 
     def lost(self, name: str, now: float) -> None:
-        """Note that the connection failed or broke: its claims and its demand are gone. Tried again after a pause."""
+        """Note that the connection failed or broke: its claims and its demand are gone. Tried again after a pause.
+
+        What has stood for longer than any pause had not failed: else who asks for nothing would come later each time.
+        """
         place = self._places[name]
         self._end_demand(place)
+        if place.state == "open" and now - place.opened_at > _LONGEST_PAUSE_S:
+            place.failures = 0
         self._opening -= place.state == "opening"
         place.state = "closed"
         place.plenty = False
