@@ -59,6 +59,10 @@ void Engine::forget(Deferred& work) {
 
 unsigned Engine::run_deferred() {
   unsigned done = 0;
+  // What a peer said before it went lies in this side's memory, and is heard first.
+  if (!lost_.empty()) {
+    while (ucp_worker_progress(worker_) != 0) ++done;
+  }
   for (; !lost_.empty(); ++done) {
     Endpoint* const endpoint = lost_.back();
     lost_.pop_back();

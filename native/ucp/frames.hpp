@@ -14,7 +14,7 @@ namespace transport::ucp {
 
 static_assert(std::endian::native == std::endian::little, "frames are little-endian");
 
-inline constexpr std::uint8_t kVersion = 9;  // of the wire: both sides of a connection have the same
+inline constexpr std::uint8_t kVersion = 10;  // of the wire: both sides of a connection have the same
 inline constexpr std::uint32_t kMostRecords = 63;
 inline constexpr std::uint32_t kMessageNumbers = 1U << 24;
 

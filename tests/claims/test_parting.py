@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -37,8 +39,27 @@ async def stall(ring: SharedRingBuffer) -> None:
         worker.close()
 
 
+@contextlib.contextmanager
+def standing_still(trainer: Trainer) -> Iterator[None]:
+    """While the block runs the loop of a trainer does nothing, as where a thread of Python keeps it from running."""
+    begun, over = threading.Event(), threading.Event()
+
+    def stand() -> None:
+        begun.set()
+        over.wait(PATIENCE_S)
+
+    thread = trainer.rings._network._thread
+    assert thread is not None
+    thread.soon(stand)
+    assert begun.wait(PATIENCE_S)
+    try:
+        yield
+    finally:
+        over.set()
+
+
 @pytest.mark.nightly(keep=1)
-@pytest.mark.parametrize("how", ["restarted", "idle", "stopped"])
+@pytest.mark.parametrize("how", ["restarted", "idle", "stopped", "stopped unheard"])
 def test_a_listener_that_closes_a_connection_over_shared_memory_costs_no_claims_of_other_rings(
     prefix: str, other: SharedRingBuffer, how: str
 ) -> None:
@@ -67,6 +88,10 @@ def test_a_listener_that_closes_a_connection_over_shared_memory_costs_no_claims_
         elif how == "restarted":
             run(stall(ring), PATIENCE_S)
             eventually(lambda: trainer._client.statistics().links_opened > opened, "it has come again")
+        elif how == "stopped unheard":
+            with standing_still(trainer):
+                server.close()
+            eventually(lambda: ring.ring_id not in trainer.rings.slots(), "it has seen that")
         else:
             server.close()
             eventually(lambda: ring.ring_id not in trainer.rings.slots(), "it has seen that")

@@ -254,7 +254,7 @@ async def test_a_client_that_is_asked_to_close_is_given_no_more_payloads(ring: S
             parting.tell(demand(wait_ms=LONG_MS))
             await parting.settled()
         parting.connection.part()
-        await parting.endpoint.receive_stream(bytearray(len(frames.COME_AGAIN)))
+        await parting.endpoint.receive(bytearray(1), frames.tag(parting.base, 0, frames.PARTING))
         if when == "after":
             parting.tell(demand(wait_ms=LONG_MS))
             await parting.settled()

@@ -230,7 +230,7 @@ class Peer:
     async def parts(self) -> None:
         """The listener has asked the client to close, and leaves that to it."""
         said = bytearray(len(frames.COME_AGAIN))
-        await self.endpoint.receive_stream(said)
+        await self.endpoint.receive(said, frames.tag(self.base, 0, frames.PARTING))
         assert said == frames.COME_AGAIN
         assert not self.closed
         await self.gone()

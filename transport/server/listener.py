@@ -132,7 +132,7 @@ class Connection:
         with contextlib.suppress(TransportError, TimeoutError):
             ended = not self._ring.native.closed and self._ring.native.drained
             native.part(again=not ended)
-            self._endpoint.say(frames.ENDED if ended else frames.COME_AGAIN)
+            self._endpoint.tell(frames.ENDED if ended else frames.COME_AGAIN, self._parting)
             async with Limit(self._listener.settings.handshake_timeout_s):
                 await self._closed_by_client()
 
@@ -167,6 +167,7 @@ class Connection:
             await self._closed_by_client()
             raise
         self._lease_s = hello.lease_ms / 1000 or math.inf
+        self._parting = frames.tag(hello.tag_base, 0, frames.PARTING)
         # its receives are posted before WELCOME tells the client to send
         native: _ucp.Connection = engine().Connection(
             self._listener._service,

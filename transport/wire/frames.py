@@ -40,7 +40,7 @@ named one of them; the next answers bring one payload each then, until one is ha
 END ends a delivery that is not to be trained on, which is not consumed: the ring's log of failures has its reason and
 its consumer.
 
-A listener has one more byte on the stream, for a client that is to part: ENDED where nothing is left of the ring and
+A listener has one more message of a byte, for a client that is to part: ENDED where nothing is left of the ring and
 the client, which takes payloads, asks for none; COME_AGAIN where the connection is idle, or the listener stops or
 begins anew. The client closes, since over shared memory a peer that goes away may have left its queue unusable; the
 listener closes only what a client leaves open.
@@ -80,6 +80,7 @@ MOST_ATTEMPTS = 2047  # in vain, that a TAKE may allow
 MOST_UNANSWERED = 256  # ends of a connection's claims: as many stand in the ring
 END_ASKED = 1 << 15  # in the attempts of an OUTCOME: it asks about an END
 UNKNOWN = 10  # an answer to OUTCOME
+PARTING: Final = 255  # part of the message 0 by which a listener asks its client to close: no record has that number
 COME_AGAIN: Final = b"\x01"
 ENDED: Final = b"\x02"
 MESSAGE_NUMBERS = 1 << 24  # a connection is retired when it has used them

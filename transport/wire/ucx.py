@@ -370,12 +370,15 @@ class Endpoint:
         return self.native.alive
 
     def _future(self, doing: str) -> asyncio.Future[int]:
+        self._check(doing)
+        return self.worker.loop.create_future()
+
+    def _check(self, doing: str) -> None:
         if not self.native.open:
             raise ClosedError(f"{doing} on an endpoint that this side has closed")
         if not self.native.alive:
             raise ConnectionLostError(f"{doing} {self.name}: the peer disconnected")
         self.worker.kick()
-        return self.worker.loop.create_future()
 
     def joined(self) -> asyncio.Future[None]:
         """Done when something may be sent: where shared memory may be joined, not before all lanes stand.
@@ -404,6 +407,11 @@ class Endpoint:
         self.native.receive(future, buffer, tag)
         return future
 
+    def expect(self, buffer: Any, tag: int, came: Callable[[int | TransportError], object]) -> None:
+        """Receive into ``buffer``, and call ``came`` before anybody learns that the peer has gone since."""
+        self._check("receiving from")
+        self.native.receive(came, buffer, tag)
+
     def send_stream(self, buffer: Any) -> asyncio.Future[int]:
         """Send on the endpoint's own byte stream (the handshake)."""
         future = self._future("sending to")
@@ -413,6 +421,10 @@ class Endpoint:
     def say(self, data: Any) -> None:
         """Send on that stream; a failure shows at the receive that waits for an answer, or as the connection ends."""
         self.send_stream(data).add_done_callback(_look_at)
+
+    def tell(self, data: Any, tag: int) -> None:
+        """`say`, by a message with a tag: it is heard also where the end of this side is noticed first."""
+        self.send(data, tag).add_done_callback(_look_at)
 
     def receive_stream(self, buffer: Any) -> asyncio.Future[int]:
         """Fill ``buffer`` from the endpoint's own byte stream."""

@@ -110,9 +110,10 @@ class Link:
         self.ended = welcome.ended  # nothing is left of the ring, as its listener said first or last
         self.ports = welcome.ports
         self.wire: Wire = endpoint.wire()
+        word = bytearray(len(frames.COME_AGAIN))
+        endpoint.expect(word, frames.tag(tag_base, 0, frames.PARTING), partial(self._asked_to_close, word))
         # As a listener does: UCX keeps what comes after the handshake in its way, however much it is.
-        said = bytearray(len(frames.COME_AGAIN))
-        endpoint.receive_stream(said).add_done_callback(partial(self._said_more, said))
+        endpoint.receive_stream(bytearray(1)).add_done_callback(self._said_more)
 
     def __repr__(self) -> str:
         return f"<Link {self._endpoint.name} by {self.wire}, {self.native.next_number} messages>"
@@ -262,13 +263,16 @@ class Link:
         if self.native.next_number >= frames.MESSAGE_NUMBERS:
             raise InternalError(f"{self!r} has no message numbers left and should have been closed")
 
-    def _said_more(self, said: bytearray, came: asyncio.Future[int]) -> None:
+    def _asked_to_close(self, word: bytearray, came: int | TransportError) -> None:
+        """Close, before the end of a listener that has asked for that is taken for a death."""
+        if not isinstance(came, TransportError):
+            self.given_up, self.ended = True, word == frames.ENDED
+            self.abort()
+
+    def _said_more(self, came: asyncio.Future[int]) -> None:
         if came.cancelled() or came.exception() is not None:
             return
-        if bytes(said) in (frames.COME_AGAIN, frames.ENDED):
-            self.given_up, self.ended = True, said == frames.ENDED
-        else:
-            log.warning("%s sent stream data after the handshake; its connection ends", self._endpoint.name)
+        log.warning("%s sent stream data after the handshake; its connection ends", self._endpoint.name)
         self.abort()
 
     def abort(self) -> None:
