@@ -16,6 +16,7 @@ constexpr std::int64_t kShuttingNs = 1'000'000'000;  // at most
 constexpr auto kShuttingPause = std::chrono::microseconds(200);
 constexpr std::int64_t kShortestSpinNs = 5'000;
 constexpr std::int64_t kGatherNs = 20'000;  // what comes with an event is handed over with it
+constexpr unsigned kMostLooks = 1000;  // for what came before a peer's end
 
 void relax() {
 #ifdef __x86_64__
@@ -59,10 +60,8 @@ void Engine::forget(Deferred& work) {
 
 unsigned Engine::run_deferred() {
   unsigned done = 0;
-  // What a peer said before it went lies in this side's memory, and is heard first.
-  if (!lost_.empty()) {
-    while (ucp_worker_progress(worker_) != 0) ++done;
-  }
+  // What a peer said before it went lies in this side's memory, and is heard first. Others may say more all the time.
+  for (unsigned looks = 0; !lost_.empty() && looks < kMostLooks && ucp_worker_progress(worker_) != 0; ++looks) ++done;
   for (; !lost_.empty(); ++done) {
     Endpoint* const endpoint = lost_.back();
     lost_.pop_back();
