@@ -51,26 +51,26 @@ handshakes = st.one_of(
 HANDSHAKES: dict[str, tuple[Any, str]] = {
     "hello": (
         Hello(ring="ab", tag_base=0x01020304, nonce=NONCE),
-        "09 01 0000 40000000"
+        "0a 01 0000 40000000"
         "85 a472696e67 a26162 a87461675f62617365 ce01020304"
         "a56e6f6e6365 c410000102030405060708090a0b0c0d0e0f"
         "a86c656173655f6d73 00 a574616b6573 c2",
     ),
     "challenge": (
         Challenge(nonce=NONCE, proof=b"pppp"),
-        "09 02 0000 25000000 82 a56e6f6e6365 c410000102030405060708090a0b0c0d0e0f a570726f6f66 c40470707070",
+        "0a 02 0000 25000000 82 a56e6f6e6365 c410000102030405060708090a0b0c0d0e0f a570726f6f66 c40470707070",
     ),
-    "proof": (Proof(proof=b"pppp"), "09 03 0000 0d000000 81 a570726f6f66 c40470707070"),
+    "proof": (Proof(proof=b"pppp"), "0a 03 0000 0d000000 81 a570726f6f66 c40470707070"),
     "welcome": (
         Welcome(ring="ab", tag_base=0xFFFEFDFC, ports=(13337,), inline_limit=8192),
-        "09 04 0000 69000000"
+        "0a 04 0000 69000000"
         "8b a472696e67 a26162 a87461675f62617365 cefffefdfc a5706f727473 91cd3419"
         "ac696e6c696e655f6c696d6974 cd2000 a4636f6465 00 a6726561736f6e a0"
         "a9636f6e73756d657273 a0 a6736368656d61 a0 a66669656c6473 c400 a5736c6f7473 00 a5656e646564 c2",
     ),
     "refusal": (
         Welcome(ring="ab", tag_base=7, code=5, reason="no"),
-        "09 04 0000 62000000"
+        "0a 04 0000 62000000"
         "8b a472696e67 a26162 a87461675f62617365 07 a5706f727473 90"
         "ac696e6c696e655f6c696d6974 00 a4636f6465 05 a6726561736f6e a26e6f"
         "a9636f6e73756d657273 a0 a6736368656d61 a0 a66669656c6473 c400 a5736c6f7473 00 a5656e646564 c2",
