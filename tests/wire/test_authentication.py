@@ -26,10 +26,10 @@ def made(**changes: Any) -> bytes:
 
 
 def test_proof_golden() -> None:
-    # Checked with: (printf 'transport-9 client\0…'; printf hello | openssl dgst -sha256 -binary) |
+    # Checked with: (printf 'transport-10 client\0…'; printf hello | openssl dgst -sha256 -binary) |
     #               openssl dgst -sha256 -hmac secret
-    assert made().hex() == "20968cdf232fee2aa862f556316a572bd1f147e43e8248dfcb877b2a58bfeba4"
-    assert made(side="listener").hex() == "b026ac53d46eed1a8b7892072641e98dd90bde684346d6b08743487305ebcaf0"
+    assert made().hex() == "605697c750d7bea6bdd0c47daafa7c470f9facb143db1f2a65f1770ce64e9eb0"
+    assert made(side="listener").hex() == "adac4442e23f44b4c1ac4e9faa36322b5f4a929f97dfc1ab39cc8a21dd150105"
 
 
 def test_proof_depends_on_secret_side_both_nonces_version_and_hello(
