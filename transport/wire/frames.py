@@ -42,7 +42,7 @@ its consumer.
 
 A listener has one more message of a byte, for a client that is to part: ENDED where nothing is left of the ring and
 the client, which takes payloads, asks for none; COME_AGAIN where the connection is idle, or the listener stops or
-begins anew. The client closes, since over shared memory a peer that goes away may have left its queue unusable; the
+restarts. The client closes, since over shared memory a peer that goes away may have left its queue unusable; the
 listener closes only what a client leaves open.
 
 OUTCOME asks any port of the ring what became of a FINISH, or with `END_ASKED` of an END, whose connection broke before
